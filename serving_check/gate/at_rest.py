@@ -5,7 +5,7 @@ measured once more. `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judg
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..adapters import Endpoint
@@ -15,7 +15,8 @@ from ..evidence.at_rest import AtRestFigures, BurstPart, Rest
 from ..evidence.measurement import MeasuredM, Repeat
 from ..settings import WorkloadSettings
 from ..statistics.decide import LOOKS, block_order
-from ..workload.burst import send_burst
+from ..workload.burst import WHOLE, send_burst
+from ..workload.use_plan import Kind
 from .interleaving import SEEDS_PER_M, SEEDS_PER_RUN, workload_spec
 from .repeats import Repeats
 
@@ -26,12 +27,14 @@ PARTS = 8
 """Of the burst: enough to tell a step from noise, and a leak from a heap that fills once."""
 CONFIRMING_PARTS = 4
 """Further parts after what looks like a step: one that the machine made would not last."""
-PART_S = 0.75
-"""Seconds that a part of the burst takes, if the server does not become slower."""
+PART_S = 2.0
+"""Seconds that a part of the burst takes at most, if the server does not become slower."""
 MOST_IN_A_PART = 500
-"""Requests. With 8 parts, more than 3,000 in all."""
+"""Requests. With 8 parts, more than 3,000 in all where a server answers 250 a second."""
 FIRST_REQUESTS = 200
 """Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
+FIRST_S = 0.75
+"""Seconds that these take; twice as long at most."""
 BASELINE_SHARE = 0.15
 """Of the artifact's part, the baseline's: it is sent only to see whether the machine becomes slower."""
 LEAST_LAST, MOST_LAST = LOOKS[0], 3 * LOOKS[0]
@@ -53,6 +56,8 @@ class Sides:
     workload: WorkloadSettings
     text: Sequence[int]
     repeat: Repeats
+    kinds: Collection[Kind] = (WHOLE,)
+    """Of requests that the servers take."""
 
 
 def look_before(endpoint: Endpoint) -> Rest:
@@ -107,28 +112,31 @@ class _Burst:
 
     def send(self) -> None:
         artifact, baseline = self._sides.artifact, self._sides.baseline
-        size = self._size(artifact, PART_S)
-        baseline_size = 0 if baseline is None else self._size(baseline, BASELINE_SHARE * PART_S)
+        rate = self._rate(artifact)
+        size = max(1, min(MOST_IN_A_PART, round(rate * PART_S)))
+        seconds = size / rate
+        baseline_s = BASELINE_SHARE * seconds
+        baseline_size = 0 if baseline is None else max(1, round(self._rate(baseline) * baseline_s))
         while not self.errors and self._needs_another():
-            self.parts.append(self._part(artifact, size, PART_S))
+            self.parts.append(self._part(artifact, size, seconds))
             if baseline is not None:
-                self.baseline_parts.append(self._part(baseline, baseline_size, BASELINE_SHARE * PART_S))
+                self.baseline_parts.append(self._part(baseline, baseline_size, baseline_s))
 
     def _needs_another(self) -> bool:
         sent = len(self.parts)
         confirms = sent < PARTS + CONFIRMING_PARTS and shows_step(self.parts, self.baseline_parts)
         return sent < PARTS or confirms
 
-    def _size(self, endpoint: Endpoint, seconds: float) -> int:
-        """Requests that take `seconds`, by the rate of a few."""
-        first = self._part(endpoint, FIRST_REQUESTS, PART_S)
-        rate = first.requests / max(first.seconds, 1e-9)
-        return max(1, min(MOST_IN_A_PART, round(rate * seconds)))
+    def _rate(self, endpoint: Endpoint) -> float:
+        """Requests a second, by the first ones."""
+        first = self._part(endpoint, FIRST_REQUESTS, FIRST_S)
+        return max(first.requests, 1) / max(first.seconds, 1e-9)
 
     def _part(self, endpoint: Endpoint, requests: int, seconds: float) -> BurstPart:
         """One that is cut short if it takes more than twice as long as expected."""
         self._seed += 1
-        result = send_burst(endpoint, self._sides.text, self._seed, requests, 2 * seconds)
+        kinds = self._sides.kinds
+        result = send_burst(endpoint, self._sides.text, self._seed, requests, 2 * seconds, kinds)
         memory = None
         if endpoint is self._sides.artifact:
             self.requests += result.requests

@@ -135,7 +135,7 @@ def serve_and_measure(
             )
             in_use = load.serve(artifact, baseline)
         with run.clock.stage("at rest"):
-            sides = Sides(artifact, baseline, run.workload, run.text, repeats)
+            sides = Sides(artifact, baseline, run.workload, run.text, repeats, load.kinds)
             at_rest = look_after(sides, measured, before, in_use.requests)
     with run.clock.stage("another look"):
         together = None if failed else serve_together(servers, measured, run, in_use)
@@ -298,7 +298,7 @@ def _in_use_in_turns(
         before = look_before(artifact)
         in_use = load.served(load.serve_one(artifact), theirs)
     with run.clock.stage("at rest"):
-        sides = Sides(artifact, None, run.workload, run.text, repeats)
+        sides = Sides(artifact, None, run.workload, run.text, repeats, load.kinds)
         return in_use, look_after(sides, measured, before, in_use.requests)
 
 

@@ -18,7 +18,14 @@ from ..evidence.served_in_use import ServedInUse, answers_to_score
 from ..settings import WorkloadSettings
 from ..workload.kinds_taken import KindsTaken, kinds_taken
 from ..workload.open_loop import OpenLoopResult, run_open_loop
-from ..workload.use_plan import MEAN_ANSWER, Conversations, PlannedRequest, UseShape, plan_requests
+from ..workload.use_plan import (
+    MEAN_ANSWER,
+    Conversations,
+    Kind,
+    PlannedRequest,
+    UseShape,
+    plan_requests,
+)
 from .interleaving import SEEDS_PER_RUN
 from .repeats import deadline_from
 
@@ -66,6 +73,11 @@ class LoadInUse:
     unknown: tuple[str, ...]
     """What the servers cannot be asked, in a few words each."""
     tokenizer: TokenText
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """That the servers were asked for."""
+        return frozenset(request.kind for requests in self.blocks for request in requests)
 
     def serve(self, artifact: Endpoint, baseline: Endpoint) -> ServedLoad:
         """Block after block, one side after the other: B A, A B, B A. The first failed request ends it."""

@@ -1,20 +1,23 @@
 """A burst of tiny requests, a fixed number in flight: it shows what a server does for each request.
 
-Not for how fast tokens are generated: answers come whole, and have one token (see `generator.py`).
+They are of every kind that the server takes, one kind after the other, since something may be kept of one
+kind alone. Not for how fast tokens are generated: answers have one token (see `generator.py`).
 """
 
 import asyncio
 import gc
-import itertools
 import json
 import random
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
 from ..adapters.endpoint import Endpoint
+from .use_plan import Kind
 
 IN_FLIGHT = 8
 """Few, and all requests alike, so that steps have few different shapes.
@@ -23,6 +26,14 @@ Libraries keep a kernel for each shape that they meet. With 32 in flight and 4 t
 server in bfloat16 on a CPU grew by 500 MB over 10,000 requests; so, by nothing after the first few hundred.
 """
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 1
+LEFT_TOKENS = 8
+"""That a client asks for who goes away after the first chunk."""
+WHOLE: Kind = "greedy"
+IN_TURN: tuple[Kind, ...] = (WHOLE, "sampled", "logprobs", "stop", "aborted")
+"""Kinds of a part, in this order. Sampled and aborted ones are streamed, the others come whole. There are no
+chats: their prompts have another length, and with them a sound server in bfloat16 on a CPU grew by 10 MiB."""
+NEVER_SAID = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"
+USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 REQUEST_TIMEOUT_S = 60.0
 
 
@@ -37,21 +48,41 @@ class BurstResult:
     """Of each request that failed."""
 
 
+@dataclass(frozen=True)
+class _Tiny:
+    """One request."""
+
+    body: bytes
+    is_left: bool
+    """Whether its client goes away."""
+
+
 def send_burst(
-    endpoint: Endpoint, text: Sequence[int], seed: int, requests: int, longest_s: float
+    endpoint: Endpoint,
+    text: Sequence[int],
+    seed: int,
+    requests: int,
+    longest_s: float,
+    kinds: Collection[Kind] = (WHOLE,),
 ) -> BurstResult:
     """Send `requests` tiny requests and wait for all answers; a failed one is recorded, not raised.
 
     text: token ids that prompts are cut from; longest_s: seconds after which no further request is sent
+    kinds: those that the server takes; there are as many requests of each
     """
-    return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s))
+    return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s, kinds))
 
 
 async def _send_burst(
-    endpoint: Endpoint, text: Sequence[int], seed: int, requests: int, longest_s: float
+    endpoint: Endpoint,
+    text: Sequence[int],
+    seed: int,
+    requests: int,
+    longest_s: float,
+    kinds: Collection[Kind],
 ) -> BurstResult:
     url = endpoint.base_url + "/v1/completions"
-    bodies = itertools.islice(_bodies(endpoint.model, text, random.Random(seed)), requests)
+    tiny = _requests(endpoint.model, text, random.Random(seed), requests, kinds)
     errors: list[str] = []
     sent = 0
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
@@ -64,9 +95,9 @@ async def _send_burst(
 
         async def client() -> None:
             nonlocal sent
-            while time.perf_counter() - began < longest_s and (body := next(bodies, None)) is not None:
+            while time.perf_counter() - began < longest_s and (one := next(tiny, None)) is not None:
                 sent += 1
-                if (error := await _send(session, url, body)) is not None:
+                if (error := await _send(session, url, one)) is not None:
                     errors.append(error)
 
         await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
@@ -75,24 +106,44 @@ async def _send_burst(
     return BurstResult(sent, seconds, tuple(errors))
 
 
-def _bodies(model: str, text: Sequence[int], draw: random.Random) -> Iterator[bytes]:
-    """Endless requests."""
-    while True:
+def _requests(
+    model: str, text: Sequence[int], draw: random.Random, requests: int, kinds: Collection[Kind]
+) -> Iterator[_Tiny]:
+    """As many of each kind, kind after kind: what runs together is alike."""
+    chosen = [kind for kind in IN_TURN if kind in kinds]
+    for index in range(requests):
+        kind = chosen[index * len(chosen) // requests]
         start = draw.randrange(max(1, len(text) - PROMPT_TOKENS))
         body = {
             "model": model,
             "prompt": list(text[start : start + PROMPT_TOKENS]),
-            "max_tokens": OUTPUT_TOKENS,
+            "max_tokens": LEFT_TOKENS if kind == "aborted" else OUTPUT_TOKENS,
             "temperature": 0.0,
             "ignore_eos": True,
+            **_own_fields(kind, draw),
         }
-        yield json.dumps(body).encode()
+        yield _Tiny(json.dumps(body).encode(), is_left=kind == "aborted")
 
 
-async def _send(session: aiohttp.ClientSession, url: str, body: bytes) -> str | None:
+def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
+    if kind == "sampled":
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"temperature": 1.0, "seed": draw.getrandbits(31), **streamed}
+    if kind == "logprobs":
+        return {"logprobs": 1}
+    if kind == "stop":
+        return {"stop": [NEVER_SAID]}
+    return {"stream": True} if kind == "aborted" else {}
+
+
+async def _send(session: aiohttp.ClientSession, url: str, one: _Tiny) -> str | None:
     """What went wrong with one request; None if nothing did."""
     try:
-        async with session.post(url, data=body) as response:
+        async with session.post(url, data=one.body) as response:
+            if one.is_left and response.status == 200:
+                await response.content.readany()
+                response.close()
+                return None
             answer = await response.read()
             if response.status != 200:
                 return f"HTTP {response.status}: {answer[:200].decode(errors='replace')}"
@@ -100,8 +151,8 @@ async def _send(session: aiohttp.ClientSession, url: str, body: bytes) -> str | 
         return f"no answer within {REQUEST_TIMEOUT_S:.3g} s"
     except aiohttp.ClientError as error:
         return f"{type(error).__name__}: {error}"
-    try:
-        told = json.loads(answer)["usage"]["completion_tokens"]
-    except (ValueError, KeyError, TypeError):
+    told = USAGE.findall(answer)
+    if not told:
         return f"no usage in the answer: {answer[:200].decode(errors='replace')}"
-    return None if told == OUTPUT_TOKENS else f"asked for {OUTPUT_TOKENS} tokens, usage says {told}"
+    tokens = int(told[-1])
+    return None if tokens == OUTPUT_TOKENS else f"asked for {OUTPUT_TOKENS} tokens, usage says {tokens}"

@@ -54,6 +54,15 @@ class KeepsMemory(CountingEngine):
         self.kept.append(b"x" * KEPT_BYTES)
 
 
+class KeepsMemoryOfSampled(KeepsMemory):
+    """Of requests at a temperature alone."""
+
+    def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        super().add_request(request_id, prompt, params)
+        if not params.temperature:
+            self.kept.pop()
+
+
 class Tires(CountingEngine):
     """After so many requests each step takes longer."""
 
@@ -74,6 +83,7 @@ ENGINES = {
     "keeps_pages": KeepsPages,
     "keeps_requests": KeepsRequests,
     "keeps_memory": KeepsMemory,
+    "keeps_memory_of_sampled": KeepsMemoryOfSampled,
     "tires": Tires,
 }
 

@@ -286,6 +286,16 @@ async def memory_kept_of_every_request(
         yield some
 
 
+@hidden("request", "at rest", "memory grows by")
+async def memory_kept_of_every_stream_that_is_sampled(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    if any(params.temperature for params in generation._params):
+        traffic.kept.append(b"x" * LEAKED)
+    async for some in deltas():
+        yield some
+
+
 # Around a stream, on its way to the client.
 
 

@@ -53,7 +53,7 @@ def looked_at(artifact: Endpoint, baseline: Endpoint | None) -> AtRestFigures:
         level.blocks.append(Block([repeat(artifact, spec)], theirs))
     before = look_before(artifact)
     leave_early(artifact)
-    sides = Sides(artifact, baseline, WORKLOAD, TEXT, repeat)
+    sides = Sides(artifact, baseline, WORKLOAD, TEXT, repeat, ("greedy", "sampled", "aborted"))
     return look_after(sides, [level], before, requests=1)
 
 
@@ -89,9 +89,10 @@ def test_a_look_at_both_servers_has_their_parts_and_repeats_side_by_side(tmp_pat
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("keeps_pages", "0.10% of the KV cache is in use, 0.00% before"),
-        ("keeps_requests", "1 requests run and 0 wait"),
+        ("keeps_pages", "of the KV cache is in use, 0.00% before"),
+        ("keeps_requests", "requests run and 0 wait"),
         ("keeps_memory", "with every request"),
+        ("keeps_memory_of_sampled", "with every request"),
     ],
 )
 def test_a_server_that_keeps_something_is_caught_by_what_it_keeps(tmp_path: Path, fault: str, words: str):

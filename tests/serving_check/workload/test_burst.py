@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.adapters.prometheus_text import total
-from scalegate.serving_check.workload.burst import IN_FLIGHT, OUTPUT_TOKENS, PROMPT_TOKENS, send_burst
+from scalegate.serving_check.workload.burst import (
+    IN_FLIGHT,
+    IN_TURN,
+    LEFT_TOKENS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    send_burst,
+)
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +31,20 @@ def test_every_request_reaches_the_engine_and_is_answered(server: Endpoint):
     assert rise("vllm:request_success_total") == 100
     assert rise("vllm:generation_tokens_total") == 100 * OUTPUT_TOKENS
     assert rise("vllm:prompt_tokens_total") == 100 * PROMPT_TOKENS
+
+
+def test_requests_of_every_kind_are_answered_and_some_are_left(server: Endpoint):
+    before = server.metrics()
+    result = send_burst(server, TEXT, 1, 10 * len(IN_TURN), 60.0, IN_TURN)
+    after = server.metrics()
+    assert (result.requests, result.errors) == (50, ())
+
+    def rise(name: str) -> float:
+        return (total(after, name) or 0.0) - (total(before, name) or 0.0)
+
+    assert rise("vllm:prompt_tokens_total") == 50 * PROMPT_TOKENS
+    # Those that are left have one token at least, and not all that were asked for unless they end meanwhile.
+    assert 50 <= rise("vllm:generation_tokens_total") <= 40 + 10 * LEFT_TOKENS
 
 
 def test_no_request_is_sent_once_its_time_is_over(server: Endpoint):
