@@ -29,8 +29,8 @@ CONFIRMING_PARTS = 4
 """Further parts after what looks like a step: one that the machine made would not last."""
 PART_S = 2.0
 """Seconds that a part of the burst takes at most, if the server does not become slower."""
-MOST_IN_A_PART = 500
-"""Requests. With 8 parts, more than 3,000 in all where a server answers 250 a second."""
+MOST_IN_A_PART = 400
+"""Requests. With 8 parts, more than 3,000 in all where a server answers 200 a second."""
 FIRST_REQUESTS = 200
 """Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
 FIRST_S = 0.75
