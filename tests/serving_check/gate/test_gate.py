@@ -9,7 +9,9 @@ import pytest
 from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures
+from scalegate.serving_check.evidence.gaps import Gap, LongestGaps
 from scalegate.serving_check.evidence.quality_figures import Comparison
+from scalegate.serving_check.gate import gate
 from scalegate.serving_check.gate.gate import GateRun, canary_prompts, serve_together
 from scalegate.serving_check.gate.interleaving import Servers, measure, workload_spec
 from scalegate.serving_check.gate.judge import judge
@@ -85,6 +87,25 @@ def test_an_artifact_that_served_briefly_is_watched_at_the_largest_m():
     assert together is not None and together.m == 2 and together.blocks
     for enough in (served, 0.0):
         assert serve_together(servers, measured, replace(run, watched_s=enough)) is None
+
+
+@pytest.mark.parametrize(("stalled", "is_short"), [(1, True), (2, False)])
+def test_a_single_stall_is_looked_at_more_briefly(
+    monkeypatch: pytest.MonkeyPatch, stalled: int, is_short: bool
+):
+    load = WorkloadSettings((1,))
+    servers = Servers(
+        ARTIFACT, BASELINE, load, TEXT, Repeats(simulated_run(lambda m: 1.0), ARTIFACT, BASELINE, None)
+    )
+    clock = StageClock(shown=False)
+    measured, _ = measure(servers, Bounds(), clock)
+    stop = LongestGaps(Gap(0.0, 0.0), Gap(0.0, 60.0))
+    for block in measured[0].blocks[:stalled]:
+        block.artifact[0] = replace(block.artifact[0], gaps=stop)
+    monkeypatch.setattr(gate, "SHORT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(gate, "PATIENCE_S", 0.5)
+    together = serve_together(servers, measured, GateRun(load, Bounds(), TEXT, None, clock))
+    assert together is not None and bool(together.blocks) != is_short
 
 
 def test_one_that_is_slow_from_m_8_fails_there_with_a_diagnosis():
