@@ -35,6 +35,7 @@ from ..checks.undisturbed import check_undisturbed
 from ..checks.weights import check_weights, largest_errors
 from ..evidence.curve import curve_of, took_turns
 from ..evidence.evidence import Evidence
+from ..evidence.measurement import MeasuredM, output_throughput
 from ..evidence.verdict import CheckResult, CurvePoint, Status, overall_status
 from ..settings import Bounds, WorkloadSettings
 
@@ -106,9 +107,10 @@ def _checks_in_use(evidence: Evidence, bounds: Bounds) -> list[CheckResult]:
     if evidence.in_use is None or evidence.at_rest is None:
         return []
     answers = evidence.in_use.answers
+    largest = max(evidence.measured, key=lambda level: level.m, default=MeasuredM(0))
     return [
         check_undisturbed(evidence.alone, evidence.measured),
-        check_speed_in_use(evidence.in_use.blocks, bounds),
+        check_speed_in_use(evidence.in_use.blocks, bounds, largest.log_ratios(output_throughput)),
         check_as_asked(evidence.in_use),
         check_text_in_use(answers, bounds),
         check_sampling(answers),

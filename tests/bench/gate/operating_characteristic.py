@@ -36,6 +36,7 @@ from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, check_speed_in_use
 from scalegate.serving_check.evidence.in_use import BlockInUse, SideInUse
+from scalegate.serving_check.evidence.measurement import output_throughput
 from scalegate.serving_check.gate import interleaving
 from scalegate.serving_check.gate.in_use import BLOCKS
 from scalegate.serving_check.gate.repeats import Repeats
@@ -191,7 +192,8 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
             statuses: set[str] = {decision.status for decision in decisions}
             if "fail" not in statuses:
                 in_use = [BlockInUse(1, servers.in_use(True), servers.in_use(False)) for _ in range(BLOCKS)]
-                statuses.add(check_speed_in_use(in_use, BOUNDS).status)
+                largest = max(measured, key=lambda level: level.m).log_ratios(output_throughput)
+                statuses.add(check_speed_in_use(in_use, BOUNDS, largest).status)
                 in_use_failed += "fail" in statuses
             verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
             blocks += sum(len(one.blocks) for one in measured)

@@ -82,5 +82,15 @@ def test_no_block_is_inconclusive_and_one_has_no_limit():
     assert math.isclose(float(one.figures["throughput_ratio"] or 0), 0.8)
 
 
+def test_the_curves_scatter_decides_where_three_blocks_alone_do_not():
+    slow = [side(duration) for duration in (4.9, 5.6, 5.2)]
+    blocks = [BlockInUse(60, ours, side(4.0)) for ours in slow]
+    assert check_speed_in_use(blocks, BOUNDS).status == "pass"
+    steady, shaky = [0.02, -0.02, 0.05, 0.0, -0.04, 0.03], [0.3, -0.3, 0.4, 0.0, -0.4, 0.2]
+    assert check_speed_in_use(blocks, BOUNDS, steady).status == "fail"
+    assert check_speed_in_use(blocks, BOUNDS, shaky).status == "pass"
+    assert check_speed_in_use(blocks, BOUNDS, steady[:2]).status == "pass", "two say nothing"
+
+
 def test_neighbours_are_written_together():
     assert in_words([1, 2, 4, 6, 7, 8]) == "1–2, 4, 6–8"
