@@ -108,8 +108,8 @@ def _throughput(pairs: Sequence[_Pair], repeated: Sequence[float]) -> tuple[floa
 
     The variance of three blocks has two degrees of freedom, that of the curve's blocks several more, so both
     are pooled; the limit is never taken from less than the three have themselves. With noise of 7% a block,
-    six blocks of the curve and a floor of 0.93, a ratio of 0.8 then fails in 65% instead of 25%. One of exactly
-    the floor fails in 0.8%, or in 3% if blocks in use scatter twice as much as those of the curve.
+    six blocks of the curve and a floor of 0.93, a ratio of 0.8 then fails in 65% instead of 25%. One of the
+    floor itself fails in 0.8%, or in 3% if blocks in use scatter twice as much as those of the curve.
     """
     logs = [
         math.log(pair.artifact.output_throughput / pair.baseline.output_throughput)
