@@ -1,16 +1,20 @@
 """Sources in 4 or 8 bits: each is read to the numbers that its maker's library computes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.validation.subject import describe_baseline
@@ -25,6 +29,7 @@ from scalegate.tests.pipeline.source_forms import (
 )
 from scalegate.tests.pipeline.transformers_reader import assert_transformers_reads_int4_of
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 RECIPE = Recipe("again", spec=Int4(32))
@@ -181,3 +186,60 @@ def test_a_part_that_is_absent_is_named(mxfp4_source: Source) -> None:
 @pytest.mark.exhaustive
 def test_transformers_reads_what_is_made_of_it(source: Source, tmp_path: Path) -> None:
     assert_transformers_reads_int4_of(source[0], tmp_path / "out")
+
+
+def gpt_oss_as_published(folder: Path, **sizes: int) -> Path:
+    """One decoder layer of gpt-oss-20b with its experts in MXFP4; sizes: of its config, changed."""
+    real = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "vocab_size": 512}
+    config = AutoConfig.for_model("gpt_oss", **(real | {"num_hidden_layers": 1} | sizes))
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+    tensors = {}
+    for name, tensor in state.items():
+        if tensor.dim() < 3:
+            tensors[name] = torch.randn(tensor.shape, dtype=torch.bfloat16) * 0.02
+            continue
+        experts, k, n = tensor.shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 123, (experts, n, k // 32), dtype=torch.uint8)
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": section}))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+# All of a layer, 32 whole experts, is 0.8 billion weights: minutes on two cores.
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"intermediate_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2},
+        pytest.param({"num_local_experts": 4}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["narrow experts", "few experts"],
+)
+def test_gpt_oss_in_its_own_shapes_takes_one_command(sizes: dict[str, int], tmp_path: Path) -> None:
+    source, out = gpt_oss_as_published(tmp_path / "source", **sizes), tmp_path / "out"
+    result = CliRunner().invoke(main, ["quantize", str(source), "--recipe", "int4-hqq", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    artifact = open_checkpoint(out)
+    stored = convention_of(artifact).modules(artifact)
+    experts = {name: weight for name, weight in stored.items() if ".experts." in name}
+    count = sizes.get("num_local_experts", 32) * 3
+    assert len(experts) == count and len(stored) == count + 4
+    # 2880 is 22.5 * 128.
+    groups = {weight.shape[1]: weight.spec.group_size for weight in stored.values()}
+    assert groups[2880] == 64
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    kept = {"lm_head", "model.layers.0.mlp.router"}
+    assert kept <= set(section["ignore"]) and section["quant_method"] == "compressed-tensors"
+    before, biases = open_checkpoint(source), "model.layers.0.mlp.experts"
+    fused = before.read(f"{biases}.gate_up_proj")[3].float()
+    meant = {"gate_proj": fused[:, 0::2].T, "up_proj": fused[:, 1::2].T}
+    both = before.read(f"{biases}.gate_up_proj_bias")[3]
+    for index, (name, weight) in enumerate(meant.items()):
+        found = stored[f"{biases}.3.{name}"].read().dequantize(torch.float32)
+        assert float((found - weight).norm() / weight.norm()) < 0.2
+        assert torch.equal(artifact.read(f"{biases}.3.{name}.bias"), both[index::2])
