@@ -6,7 +6,7 @@ Read from Linux's `/proc`; elsewhere no processes are found.
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,15 +36,7 @@ def server_processes(supervisor: int, log: Path) -> list[int]:
     A fork server's children are not below the supervisor, but have its log for their output.
     """
     statuses = _statuses()
-    children: dict[int, list[int]] = {}
-    for pid, status in statuses.items():
-        children.setdefault(status.parent, []).append(pid)
-    found: list[int] = []
-    below = list(children.get(supervisor, []))
-    while below:
-        pid = below.pop()
-        found.append(pid)
-        below += children.get(pid, [])
+    found = _below(supervisor, statuses)
     writers = [pid for pid in statuses if pid not in (supervisor, *found) and _writes_to(pid, log.resolve())]
     return [*found, *writers]
 
@@ -53,6 +45,38 @@ def cpu_seconds(processes: Sequence[int]) -> float:
     """That they have used so far, with their children that have ended."""
     statuses = [_status(pid) for pid in processes]
     return sum(status.ticks for status in statuses if status is not None) / os.sysconf("SC_CLK_TCK")
+
+
+def own_processes() -> list[int]:
+    """This process, and all below it."""
+    return [os.getpid(), *_below(os.getpid(), _statuses())]
+
+
+def usable_by(processes: Sequence[int]) -> set[int]:
+    """The cores that any of the processes may run on; empty where it is not known."""
+    found: set[int] = set()
+    for pid in processes:
+        with suppress(OSError, AttributeError):
+            found |= os.sched_getaffinity(pid)
+    return found
+
+
+def computing_threads(processes: Sequence[int]) -> int | None:
+    """How many threads of the busiest process compute: those that used half as much CPU time as the busiest
+    one, or more, since a product's threads share its work evenly. None where it is not known."""
+    ticks = [_threads_ticks(pid) for pid in processes]
+    busiest = max(ticks, key=sum, default=[])
+    return sum(2 * used >= max(busiest) for used in busiest) or None
+
+
+def _threads_ticks(pid: int) -> list[int]:
+    """Of CPU time, of each thread."""
+    with suppress(OSError):
+        threads = [
+            _status_in(PROC / str(pid) / "task" / name) for name in os.listdir(PROC / str(pid) / "task")
+        ]
+        return [status.ticks for status in threads if status is not None]
+    return []
 
 
 @contextmanager
@@ -87,10 +111,28 @@ def _statuses() -> dict[int, _Status]:
     return {pid: status for pid, status in found.items() if status is not None}
 
 
+def _below(ancestor: int, statuses: Mapping[int, _Status]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, status in statuses.items():
+        children.setdefault(status.parent, []).append(pid)
+    found: list[int] = []
+    below = list(children.get(ancestor, []))
+    while below:
+        pid = below.pop()
+        found.append(pid)
+        below += children.get(pid, [])
+    return found
+
+
 def _status(pid: int) -> _Status | None:
     """None where the process has ended."""
+    return _status_in(PROC / str(pid))
+
+
+def _status_in(folder: Path) -> _Status | None:
+    """Of a process or a thread."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     # proc_pid_stat(5): the name, in parentheses, may hold anything; the state is field 3, the times 14 to 17.

@@ -2,15 +2,16 @@
 
 Each is measured with the other one stopped. If the ratio of throughput is surely another one then, or, on a
 CPU, if an idle server takes the other's time, the comparison is of two servers that disturb each other, and
-decides nothing.
+decides nothing. Nor does a comparison of servers that may run on different cores. What other processes took
+of the cores is told, and decides nothing here: repeats of both sides take turns, and intervals get wider.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..evidence.measurement import MeasuredM, Repeat, output_throughput
-from ..evidence.undisturbed import AloneFigures
+from ..evidence.undisturbed import AloneFigures, ServerCores
 from ..evidence.verdict import CheckResult, Status
 from ..statistics.trimmed_mean import student_t_quantile, winsorized
 
@@ -51,14 +52,17 @@ def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM])
     of_artifact = _idle_cpu(measured, alone.cores, artifacts=True)
     of_baseline = _idle_cpu(measured, alone.cores, artifacts=False)
     disturbs = _who(difference, of_artifact, of_baseline, alone.on_cpu)
-    status: Status = "pass" if disturbs is None else "inconclusive"
     uses = _uses(of_artifact, of_baseline, alone.gpu_use)
+    others, stolen = (_share(measured, alone.cores, figure) for figure in (others_cpu, stolen_cpu))
+    uses += _neighbours(others, stolen)
+    apart = _apart(alone)
+    status: Status = "pass" if disturbs is None and apart is None else "inconclusive"
     return CheckResult(
         name=NAME,
         status=status,
         measured=f"{_shown(difference)} beside one another at M={beside.m}; {uses}",
         bound=bound,
-        reason=_reason(disturbs, uses),
+        reason=apart or _reason(disturbs, uses),
         figures={
             "difference": math.expm1(difference.centre),
             "difference_low": math.expm1(difference.low),
@@ -66,6 +70,10 @@ def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM])
             "artifact_idle_cpu": of_artifact,
             "baseline_idle_cpu": of_baseline,
             "gpu_use": alone.gpu_use,
+            "others_cpu": others,
+            "stolen_cpu": stolen,
+            "artifact_threads": _threads(alone.artifact_cores),
+            "baseline_threads": _threads(alone.baseline_cores),
         },
     )
 
@@ -99,6 +107,57 @@ def _idle_cpu(measured: Sequence[MeasuredM], cores: int, artifacts: bool) -> flo
     if not seconds:
         return None
     return math.fsum(repeat.idle_cpu_seconds or 0.0 for repeat in known) / (seconds * cores)
+
+
+def others_cpu(repeat: Repeat) -> float | None:
+    return repeat.others_cpu_seconds
+
+
+def stolen_cpu(repeat: Repeat) -> float | None:
+    return repeat.stolen_seconds
+
+
+def _share(
+    measured: Sequence[MeasuredM], cores: int, seconds_of: Callable[[Repeat], float | None]
+) -> float | None:
+    """Of the cores' time in all repeats; None if it is not known."""
+    known = [
+        (seconds, repeat.duration)
+        for level in measured
+        for repeat in (*level.artifact, *level.baseline)
+        if (seconds := seconds_of(repeat)) is not None
+    ]
+    passed = math.fsum(duration for _, duration in known)
+    return math.fsum(seconds for seconds, _ in known) / (passed * cores) if passed else None
+
+
+def _neighbours(others: float | None, stolen: float | None) -> str:
+    """What to say of other processes and other machines; nothing of what is too little to matter."""
+    told = ""
+    if others is not None and others > LEAST_CPU:
+        told += f"; other processes took {others:.1%} of the CPU meanwhile"
+    if stolen is not None and stolen > LEAST_CPU:
+        told += f"; a hypervisor took {stolen:.1%} of it"
+    return told
+
+
+def _apart(alone: AloneFigures) -> str | None:
+    """Why the servers do not run in the same place, if they do not, on a CPU."""
+    artifact, baseline = alone.artifact_cores, alone.baseline_cores
+    if not alone.on_cpu or artifact is None or baseline is None or artifact.cores == baseline.cores:
+        return None
+    return (
+        f"the artifact's server may run on the cores {_listed(artifact.cores)}, the baseline's on "
+        f"{_listed(baseline.cores)}: start both with the same affinity (taskset)"
+    )
+
+
+def _threads(place: ServerCores | None) -> int | None:
+    return None if place is None else place.threads
+
+
+def _listed(cores: Sequence[int]) -> str:
+    return ", ".join(map(str, cores))
 
 
 def _who(

@@ -67,6 +67,11 @@ class Repeat:
     """In which some request had no token yet; null in verdicts from before it was recorded."""
     idle_cpu_seconds: float | None = None
     """CPU time that the other side's server used meanwhile; null if it was not started here."""
+    others_cpu_seconds: float | None = None
+    """CPU time that processes other than the servers and their client used meanwhile on the servers' cores;
+    null if it is not known."""
+    stolen_seconds: float | None = None
+    """That a hypervisor took from these cores meanwhile."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":

@@ -10,6 +10,18 @@ from .measurement import MeasuredM
 
 
 @dataclass(frozen=True)
+class ServerCores:
+    """Where a server's processes run."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    cores: tuple[int, ...]
+    """By number, those that they may run on."""
+    threads: int | None
+    """That compute, in the process that uses most CPU time; null if it is not known."""
+
+
+@dataclass(frozen=True)
 class AloneFigures:
     __pydantic_config__ = DOCUMENTED
 
@@ -22,3 +34,6 @@ class AloneFigures:
     gpu_use: float | None = None
     """Share of the time in which the GPUs were busy while no server had a request, 0 to 1; null if nothing
     tells, or on a CPU."""
+    artifact_cores: ServerCores | None = None
+    """Null if they are not known, or in verdicts from before they were recorded."""
+    baseline_cores: ServerCores | None = None

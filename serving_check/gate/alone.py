@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 
 from ..adapters import Endpoint
-from ..adapters.cpu_time import paused
+from ..adapters.cpu_time import computing_threads, paused, usable_by
 from ..adapters.gpu_use import gpu_use
 from ..evidence.measurement import Block, MeasuredM
-from ..evidence.undisturbed import AloneFigures
+from ..evidence.undisturbed import AloneFigures, ServerCores
 from ..statistics.decide import block_order
 from .interleaving import SEEDS_PER_M, Servers, workload_spec
 
@@ -34,7 +34,8 @@ def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
         return None
     if gpus:
         time.sleep(IDLE_S)
-    return AloneFigures(level, usable_cores(), not gpus, gpu_use(gpus))
+    use, sides = gpu_use(gpus), (_cores_of(servers.artifact), _cores_of(servers.baseline))
+    return AloneFigures(level, usable_cores(), not gpus, use, *sides)
 
 
 def measure_alone(servers: Servers, alone: MeasuredM, blocks: int) -> bool:
@@ -58,6 +59,12 @@ def measure_alone(servers: Servers, alone: MeasuredM, blocks: int) -> bool:
         if block.errors:
             return False
     return True
+
+
+def _cores_of(server: Endpoint) -> ServerCores | None:
+    processes = server.processes()
+    cores = usable_by(processes)
+    return ServerCores(tuple(sorted(cores)), computing_threads(processes)) if cores else None
 
 
 def usable_cores() -> int:

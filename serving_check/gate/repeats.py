@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..adapters import Endpoint
-from ..adapters.cpu_time import cpu_seconds
+from ..adapters.cpu_time import cpu_seconds, own_processes, usable_by
+from ..adapters.machine_cpu import CoresTime, cores_time
 from ..evidence.answer_figures import ServedText, TokenText, served_texts, spread_evenly
 from ..evidence.measurement import Repeat
 from ..workload import WorkloadResult, WorkloadSpec
@@ -47,6 +48,8 @@ class Repeats:
         self._texts: dict[int, list[ServedText]] = {}
         self._processes: dict[str, Sequence[int]] = {}
         """By a server's address."""
+        self._own: Sequence[int] = []
+        """The driver's processes, and the servers'."""
         self._looked_for = -math.inf
 
     def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> Repeat:
@@ -56,25 +59,38 @@ class Repeats:
             request_timeout=self._deadline(spec),
         )
         idle = self._idle_processes(endpoint)
-        before = cpu_seconds(idle)
+        before, others_before = cpu_seconds(idle), self._others_time()
         result = self._run(endpoint, spec)
         used = max(0.0, cpu_seconds(idle) - before) if idle else None
+        others, stolen = _between(others_before, self._others_time())
         if endpoint == self.baseline:
             slowest = [seconds / spec.output_len for seconds in result.e2els]
             self._slowest[spec.m] = max([self._slowest.get(spec.m, 0.0), *slowest])
         elif endpoint == self.artifact and self._tokenizer is not None:
             texts = self._texts.get(spec.m, []) + served_texts(result, self._tokenizer, TEXTS_AT_LARGEST_M)
             self._texts[spec.m] = spread_evenly(texts, MOST_KEPT)
-        return replace(Repeat.of(result, self._tokenizer), idle_cpu_seconds=used)
+        return replace(
+            Repeat.of(result, self._tokenizer),
+            idle_cpu_seconds=used,
+            others_cpu_seconds=others,
+            stolen_seconds=stolen,
+        )
 
     def _idle_processes(self, endpoint: Endpoint) -> list[int]:
         """Of the other server, artifact's or baseline's, if it was started here."""
         sides = [side for side in (self.artifact, self.baseline) if side is not None]
         if (now := time.monotonic()) > self._looked_for + LOOKED_FOR_EVERY_S:
             self._processes = {side.base_url: side.processes() for side in sides}
+            servers = [pid for pids in self._processes.values() for pid in pids]
+            self._own = sorted({*own_processes(), *servers}) if servers else []
             self._looked_for = now
         others = [side for side in sides if side != endpoint]
         return [pid for other in others for pid in self._processes.get(other.base_url, ())]
+
+    def _others_time(self) -> CoresTime | None:
+        """Of the servers' cores, without what the servers and this driver use; None if it is not known."""
+        passed = cores_time(usable_by(self._own)) if self._own else None
+        return passed and CoresTime(passed.busy - cpu_seconds(self._own), passed.stolen)
 
     def _deadline(self, spec: WorkloadSpec) -> float:
         """Seconds for a request; the spec's own until the baseline was measured at this M or a lower one."""
@@ -92,6 +108,14 @@ class Repeats:
             for m, texts in sorted(self._texts.items())
             for text in spread_evenly(texts, TEXTS_AT_LARGEST_M if m == largest else TEXTS_AT_OTHER_MS)
         ]
+
+
+def _between(before: CoresTime | None, after: CoresTime | None) -> tuple[float | None, float | None]:
+    """Busy and stolen seconds; None if they are not known."""
+    if before is None or after is None:
+        return None, None
+    passed = after.since(before)
+    return max(0.0, round(passed.busy, 2)), round(passed.stolen, 2)
 
 
 def deadline_from(seconds: float) -> float:

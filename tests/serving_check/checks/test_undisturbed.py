@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from scalegate.serving_check.checks.undisturbed import check_undisturbed
 from scalegate.serving_check.evidence.measurement import MeasuredM
-from scalegate.serving_check.evidence.undisturbed import AloneFigures
+from scalegate.serving_check.evidence.undisturbed import AloneFigures, ServerCores
 
 from ..gate_samples import measured_m
 
@@ -82,3 +82,42 @@ def test_noise_seldom_passes_for_disturbance_and_disturbance_seldom_for_noise(
         result = check_undisturbed(figures, [noisy(1.0, 8, 0.04, generator)])
         found += result.status == "inconclusive"
     assert least <= found / 400 <= most
+
+
+def with_neighbours(level: MeasuredM, others: float, stolen: float) -> MeasuredM:
+    """Of the cores' time, what other processes and a hypervisor took."""
+    for block in level.blocks:
+        for repeats in (block.artifact, block.baseline):
+            repeats[:] = [
+                replace(
+                    repeat,
+                    others_cpu_seconds=others * CORES * repeat.duration,
+                    stolen_seconds=stolen * CORES * repeat.duration,
+                )
+                for repeat in repeats
+            ]
+    return level
+
+
+def test_what_other_processes_and_a_hypervisor_take_is_told_and_decides_nothing():
+    busy = check_undisturbed(alone(1.0), [with_neighbours(measured_m(32, 1.0), others=0.4, stolen=0.1)])
+    assert busy.status == "pass"
+    assert "other processes took 40.0% of the CPU meanwhile" in busy.measured
+    assert "a hypervisor took 10.0% of it" in busy.measured
+    assert busy.figures["others_cpu"] == pytest.approx(0.4)
+    quiet = check_undisturbed(alone(1.0), [with_neighbours(measured_m(32, 1.0), others=0.01, stolen=0.0)])
+    assert "processes" not in quiet.measured and "hypervisor" not in quiet.measured
+    assert check_undisturbed(alone(1.0), [measured_m(32, 1.0)]).figures["others_cpu"] is None
+
+
+def test_servers_on_different_cores_of_a_cpu_decide_nothing():
+    def placed(*sides: tuple[int, ...], on_cpu: bool = True) -> AloneFigures:
+        artifact, baseline = (ServerCores(cores, 1) for cores in sides)
+        return replace(alone(1.0, on_cpu=on_cpu), artifact_cores=artifact, baseline_cores=baseline)
+
+    level = [measured_m(32, 1.0)]
+    apart = check_undisturbed(placed((0, 1), (1,)), level)
+    assert apart.status == "inconclusive"
+    assert apart.reason.startswith("the artifact's server may run on the cores 0, 1, the baseline's on 1")
+    assert check_undisturbed(placed((0, 1), (0, 1)), level).status == "pass"
+    assert check_undisturbed(placed((0, 1), (1,), on_cpu=False), level).status == "pass"

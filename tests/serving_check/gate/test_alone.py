@@ -76,6 +76,32 @@ def test_cpu_time_that_the_idle_server_uses_is_found(processes: dict[str, psutil
     assert beside_sleeping.idle_cpu_seconds == 0.0 < 0.01 < beside_spinning.idle_cpu_seconds
 
 
+def test_cpu_time_of_processes_that_are_neither_servers_nor_the_clients_is_found(processes):
+    """An orphan, as any other program of this machine: it is below nobody's process."""
+    command = f"subprocess.Popen([sys.executable, '-c', {SPIN!r}], stdout=subprocess.DEVNULL)"
+    orphan = f"import subprocess, sys; print({command}.pid)"
+    started = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True, check=True)
+    neighbour, seconds = psutil.Process(int(started.stdout)), 0.3
+
+    def run(endpoint: Endpoint, spec: WorkloadSpec):
+        before, deadline = sum(neighbour.cpu_times()[:2]), time.monotonic() + 60
+        while sum(neighbour.cpu_times()[:2]) < before + seconds and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return load_result(spec.m, 100)
+
+    sides = [
+        replace(endpoint, processes=lambda model=endpoint.model: [processes[model].pid])
+        for endpoint in (ARTIFACT, BASELINE)
+    ]
+    try:
+        repeat = Repeats(run, *sides, None)(sides[0], WorkloadSpec(1, 1, input_len=8, output_len=64))
+    finally:
+        neighbour.kill()
+    ticks = 0.1  # of 0.01 s each: the cores' time, and that of each process, are counted in them
+    assert repeat.others_cpu_seconds >= seconds - ticks
+    assert repeat.stolen_seconds >= 0.0
+
+
 def test_a_server_of_somebody_else_is_not_stopped():
     def run(endpoint: Endpoint, spec: WorkloadSpec):
         raise AssertionError("it was measured")
