@@ -272,7 +272,7 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
     artifact, baseline = servers.endpoint(ARTIFACT), servers.endpoint(BASELINE)
     in_use = at_rest = None
     if run.source is not None and not turns.has_failed(measured):
-        in_use, at_rest = _in_use_in_turns(servers, measured, run, run.source, repeats, canaries[ARTIFACT])
+        in_use, at_rest = _in_use_in_turns(turns, measured, run, run.source, canaries[ARTIFACT])
     return RunFigures(
         canary=canaries[ARTIFACT],
         baseline_canary=canaries[BASELINE],
@@ -292,23 +292,23 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
 
 
 def _in_use_in_turns(
-    servers: TakingTurns,
+    turns: Turns,
     measured: Sequence[MeasuredM],
     run: GateRun,
     source: RequestSource,
-    repeats: Repeats,
     canary: Sequence[Continuation],
 ) -> tuple[ServedLoad, AtRestFigures]:
-    """All blocks of a load as in use to the baseline's server, then all to the artifact's."""
+    """All blocks of a load as in use to the baseline's server, then all to the artifact's, both warmed up."""
+    ms = [level.m for level in measured]
     with run.clock.stage("load as in use"):
-        baseline = servers.take(BASELINE)
+        baseline, _ = turns.take(BASELINE, ms)
         load = plan_load([baseline], measured, run.workload, run.text, run.tokenizer, source, canary)
         theirs = load.serve_one(baseline)
-        artifact = servers.take(ARTIFACT)
+        artifact, _ = turns.take(ARTIFACT, ms)
         before = look_before(artifact)
         in_use = load.served(load.serve_one(artifact), theirs)
     with run.clock.stage("at rest"):
-        sides = Sides(artifact, None, run.workload, run.text, repeats, load.kinds)
+        sides = Sides(artifact, None, run.workload, run.text, turns.repeat, load.kinds)
         return in_use, look_after(sides, measured, before, in_use.requests)
 
 

@@ -103,18 +103,10 @@ class Turns:
 
     def _turn(self, side: str, due: Sequence[MeasuredM], blocks: dict[int, list[Block]]) -> bool:
         """One side's repeats of a group; false if a request failed."""
-        fresh = self.servers.up != side
-        endpoint = self.servers.take(side)
-        if side not in self._met:
-            self._met.add(side)
-            self.when_first_up(side, endpoint)
-        if fresh:
-            short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
-            for level, index in itertools.product(due, range(self.workload.warmups)):
-                warm = self._send(side, workload_spec(short, level.m, self.text, SEEDS_PER_M - 1 - index))
-                if warm.errors:
-                    _of(side, blocks[level.m][0]).append(warm)
-                    return False
+        endpoint, failed = self.take(side, [level.m for level in due])
+        if failed is not None:
+            _of(side, blocks[failed.m][0]).append(failed.repeat)
+            return False
         before = compilations(endpoint.metrics(), endpoint.series)
         for index in range(GROUP):
             for level in due:
@@ -128,8 +120,30 @@ class Turns:
             self.compiled = Counter(self.compiled or {}) + (Counter(after) - Counter(before))
         return True
 
+    def take(self, side: str, ms: Sequence[int]) -> tuple[Endpoint, "FailedWarmUp | None"]:
+        """That side's server, warmed up at these Ms if it was started for this turn, and the first repeat of
+        the warm-up that failed."""
+        fresh = self.servers.up != side
+        endpoint = self.servers.take(side)
+        if side not in self._met:
+            self._met.add(side)
+            self.when_first_up(side, endpoint)
+        if fresh:
+            short = replace(self.workload, output_len=max(1, self.workload.output_len // WARMUP_PART))
+            for m, index in itertools.product(ms, range(self.workload.warmups)):
+                warm = self._send(side, workload_spec(short, m, self.text, SEEDS_PER_M - 1 - index))
+                if warm.errors:
+                    return endpoint, FailedWarmUp(m, warm)
+        return endpoint, None
+
     def _send(self, side: str, spec: WorkloadSpec) -> Repeat:
         return self.repeat(self.servers.take(side), spec)
+
+
+@dataclass(frozen=True)
+class FailedWarmUp:
+    m: int
+    repeat: Repeat
 
 
 def _of(side: str, block: Block) -> list[Repeat]:

@@ -14,10 +14,13 @@ from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.adapters.endpoint import is_healthy
 from scalegate.serving_check.adapters.taking_turns import TakingTurns
+from scalegate.serving_check.checks.in_use.speed import check_speed_in_use
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.curve import curve_of, took_turns
 from scalegate.serving_check.evidence.measurement import MeasuredM
+from scalegate.serving_check.gate import at_rest, in_use
 from scalegate.serving_check.gate.gate import GateRun, serve_in_turns
+from scalegate.serving_check.gate.in_use import RequestSource
 from scalegate.serving_check.gate.interleaving import SEEDS_PER_M
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.gate.turns import LEAST_BLOCKS, Turns
@@ -273,6 +276,45 @@ def test_the_gate_measures_real_servers_in_turns(counting):
     assert curve_of(served.measured, load, Bounds())[0].ratio_high is not None
     assert served.compiled == (None, None), "that server does not count"
     assert served.texts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step_s", [0.0001, 0.03])
+def test_a_load_as_in_use_is_sent_to_one_server_after_the_other(
+    counting, monkeypatch: pytest.MonkeyPatch, step_s: float
+):
+    """Each is warmed up if it was started for it; an artifact that is slow in use alone fails."""
+    monkeypatch.setattr(in_use, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(at_rest, "FIRST_REQUESTS", 20)
+    monkeypatch.setattr(at_rest, "MOST_IN_A_PART", 20)
+    load = WorkloadSettings((1, 4), 16, 8, max_blocks=LEAST_BLOCKS, seed=1)
+    counting["artifact"].command[3] = str(step_s)
+    sent: list[tuple[str, int, int]] = []
+
+    def recording(endpoint, spec):
+        sent.append((turns.up, spec.m, spec.output_len))
+        return run_workload(endpoint, spec)
+
+    source = RequestSource(512, None, None)
+    turns = TakingTurns(counting)
+    try:
+        run = replace(gate_run(load, recording), source=source)
+        served = serve_in_turns(turns, list(counting), run)
+    finally:
+        turns.stop()
+    assert served.in_use is not None and served.at_rest is not None
+    blocks = served.in_use.figures.blocks
+    assert len(blocks) == in_use.BLOCKS and served.in_use.answers
+    for block in blocks:
+        assert block.artifact and block.baseline and not (block.artifact.errors or block.baseline.errors)
+        assert len(block.artifact.ttfts) == len(block.baseline.ttfts) == block.requests
+    assert served.at_rest.burst and not served.at_rest.baseline_burst and not served.at_rest.errors
+    assert served.at_rest.last, "the first M once more"
+    # A warm-up is shorter than a repeat.
+    warm = [(side, m) for side, m, output_len in sent if output_len < load.output_len]
+    assert warm[-2:] == [("artifact", 1), ("artifact", 4)]
+    if step_s > 0.01:
+        assert check_speed_in_use(blocks, Bounds()).status == "fail"
 
 
 def test_an_artifact_is_looked_at_where_the_baselines_first_turn_has_failed(counting):
