@@ -23,26 +23,31 @@ RUNS: list[tuple[list[str], dict[str, str]]] = [
 """Pytest's arguments and environment: Triton decides as it is imported whether kernels are interpreted."""
 
 
-def capped(aten: str, onednn: str, mkl: str, openblas: str, numba: str) -> dict[str, str]:
+def capped(aten: str, onednn: str, mkl: str, openblas: str, numba: str, features: str = "") -> dict[str, str]:
     return {
         "ATEN_CPU_CAPABILITY": aten,
         "ONEDNN_MAX_CPU_ISA": onednn,
         "MKL_CBWR": mkl,
         "OPENBLAS_CORETYPE": openblas,
         "NUMBA_CPU_NAME": numba,
-        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CPU_FEATURES": features,
     }
 
 
+AVX512 = "+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
+WITH_BF16 = f"{AVX512},+avx512bf16"
 MACHINES: dict[str, tuple[str, dict[str, str]]] = {
     "SSE4.1": ("sse4_1", capped("default", "SSE41", "COMPATIBLE", "Nehalem", "nehalem")),
     "AVX2": ("avx2", capped("avx2", "AVX2", "AVX2", "Haswell", "haswell")),
-    "AVX-512": ("avx512vl", capped("avx512", "AVX512_CORE", "AVX512", "SkylakeX", "skylake-avx512")),
+    "AVX-512": ("avx512vl", capped("avx512", "AVX512_CORE", "AVX512", "SkylakeX", "skylake-avx512", AVX512)),
     "AVX-512 with bf16": (
         "avx512_bf16",
-        capped("avx512", "AVX512_CORE_BF16", "AVX512", "Cooperlake", "cooperlake"),
+        capped("avx512", "AVX512_CORE_BF16", "AVX512", "Cooperlake", "cooperlake", WITH_BF16),
     ),
-    "AMX": ("amx_bf16", capped("avx512", "AVX512_CORE_AMX", "AVX512", "SapphireRapids", "sapphirerapids")),
+    "AMX": (
+        "amx_bf16",
+        capped("avx512", "AVX512_CORE_AMX", "AVX512", "SapphireRapids", "sapphirerapids", WITH_BF16),
+    ),
     "this CPU, one thread": ("", {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}),
 }
 """By name: the flag of /proc/cpuinfo that it needs, and its environment."""

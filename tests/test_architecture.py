@@ -21,8 +21,8 @@ FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "serving_check", "pipelin
 ROOMS = {
     "base": [INIT, "errors", REST, "plugins", "registry"],
     "kernels": [
-        INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul", "hopper",
-        "sampling", "attention", "int4", "iq2_xxs", "nvfp4", "experts",
+        INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul", "cpu",
+        "hopper", "sampling", "attention", "int4", "iq2_xxs", "nvfp4", "experts",
     ],
     "layouts": [INIT, "formats", "kv", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],

@@ -5,6 +5,7 @@ first one. A new layout is one file, and one line here.
 """
 
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
+from .cpu_int4_tiles import CPU_INT4_TILES
 from .dequantize import Dequantize
 from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .fixed_rows import FixedRows
@@ -46,6 +47,8 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     GemLite(),
     # Batch-invariant: on a CPU the same kernels, in the same order of preference.
     *map(FixedRows, FOR_A_CPU),
+    # For every mode, and last of a CPU's: numba compiles it, so it is not taken without a measurement.
+    CPU_INT4_TILES,
     InvariantLinear(),
     # Experts: nothing below serves a dense layer, and nothing above serves experts.
     GroupedUnquantized(),
@@ -59,6 +62,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     PerExpert(CPU_INT4_FLOAT32),
     GroupedDequantize(),
     *(PerExpert(FixedRows(layout)) for layout in FOR_A_CPU),
+    PerExpert(CPU_INT4_TILES),
 )
 
 for layout in IN_ORDER:

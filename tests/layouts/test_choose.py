@@ -234,7 +234,7 @@ def test_a_plan_covers_every_shape_once_with_all_its_modules():
     plan = choose(asked, (1, 2), progress=False)
     assert [choice.modules for choice in plan.choices] == [("a.q", "b.q"), ("a.k",)]
     for choice in plan.choices:
-        assert choice.measured_layouts == ["cpu_int4", "dequantize", "cpu_int4_float32"]
+        assert choice.measured_layouts == ["cpu_int4", "dequantize", "cpu_int4_float32", "cpu_int4_tiles"]
         assert set(choice.refusals) == set(LAYOUTS) - set(choice.measured_layouts)
         assert [measurement.m for measurement in choice.curve("cpu_int4").values()] == [1, 2]
     assert plan.layout_for(problem(32)) == plan.choices[1].layout

@@ -1,0 +1,25 @@
+"""torch's own OpenMP threads, for kernels that numba compiles: no second pool beside torch's.
+
+Not for kernels that run on Python's threads. libgomp, which torch's wheels for Linux bring, has the function
+that is looked for here; so have LLVM's and Intel's OpenMP there. Elsewhere a kernel runs on the calling
+thread alone.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+
+@functools.cache
+def gomp_parallel() -> int:
+    """The address of `GOMP_parallel(function, data, threads, flags)`: function(data) on each thread.
+
+    0 if torch's OpenMP does not have it.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
