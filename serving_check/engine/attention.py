@@ -4,7 +4,9 @@ Finds a model's attention layers, checks that they are supported, and routes the
 does the arithmetic.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -13,20 +15,31 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...kernels.attention.options import AttentionOptions
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import KVShape, LayerKV
+from .sparse_attention import CHOSEN_KEYS, dense_length, skip_indexers, unread_mask
 
 IMPLEMENTATION = "scalegate_paged"
 
 LAYER_INDEX = "paged_layer_index"
 """Name of an attention module's buffer with its layer index, int64 [] in host memory."""
 
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+CHUNKED = "chunked_attention"
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
 
 ROPE_THAT_DEPENDS_ON_THE_BATCH = {"dynamic", "longrope"}
 
-HARMLESS_ARGUMENTS = {"position_ids", "use_cache", "cache_position", "dropout", "is_causal", "layer_type"}
+HARMLESS_ARGUMENTS = {
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "layer_type",
+    "logits_to_keep",
+    "position_ids",
+    "use_cache",
+}
 """Arguments that some models pass to their attention function and that paged attention may ignore."""
 
 
@@ -36,6 +49,23 @@ class AttentionLayer:
 
     shape: KVShape
     options: AttentionOptions
+    chunk: int | None = None
+    """A query sees the keys of its own chunk of so many tokens; None sees those of all chunks."""
+    temperature: "Temperature | None" = None
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Llama 4's temperature: queries are scaled by a factor that grows with their position."""
+
+    scale: float
+    floor: float
+
+    def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
+        """query [T, H, D] at positions int64 [T]."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        factor = torch.log1p(steps) * self.scale + 1.0
+        return (query * factor[:, None, None]).to(query.dtype)
 
 
 class Attention(Protocol):
@@ -45,6 +75,19 @@ class Attention(Protocol):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """query [B, H, T, D], key and value [B, H_kv, T, D] → [B, T, H, D_v]."""
+
+
+_ATTENTION: ContextVar[Attention | None] = ContextVar("takes the calls of the running model", default=None)
+
+
+@contextmanager
+def taking_calls(attention: Attention) -> Iterator[None]:
+    """For models whose layers pass no further arguments on to their attention."""
+    token = _ATTENTION.set(attention)
+    try:
+        yield
+    finally:
+        _ATTENTION.reset(token)
 
 
 def paged_attention_forward(
@@ -57,6 +100,7 @@ def paged_attention_forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers calls this in every attention layer; `paged` is an argument of the call of the model."""
+    paged = _ATTENTION.get() if paged is None else paged
     if paged is None:
         raise RuntimeError(f"{IMPLEMENTATION} attention runs inside an Engine only")
     if attention_mask is not None:
@@ -92,12 +136,15 @@ class PagedAttention:
             token_by_token(value),
             options.get("s_aux"),
         )
-        return output.view(query.shape[0], query.shape[2], *output.shape[1:])
+        # Some models view it in another shape, which needs it contiguous.
+        return output.contiguous().view(query.shape[0], query.shape[2], *output.shape[1:])
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]."""
-        options = self.layers[index].options
-        return self.storage[index].forward(query, key, value, self.metadata, options, sinks)
+        layer = self.layers[index]
+        if layer.temperature is not None:
+            query = layer.temperature.scaled(query, self.metadata.positions)
+        return self.storage[index].forward(query, key, value, self.metadata, layer.options, sinks)
 
 
 def token_by_token(tensor: Tensor) -> Tensor:
@@ -108,8 +155,12 @@ def token_by_token(tensor: Tensor) -> Tensor:
 class LayerObserver:
     """Records the arguments of every attention layer's call, and refuses those that are not supported."""
 
-    def __init__(self, architecture: str):
+    def __init__(self, architecture: str, config: Any, is_sparse: bool):
+        """config: of the language model; is_sparse: it has indexers, which are skipped"""
         self.architecture = architecture
+        self.config = config
+        self.known = HARMLESS_ARGUMENTS | {"scaling", "sliding_window", "softcap", "s_aux"}
+        self.known |= CHOSEN_KEYS if is_sparse else set()
         self.layers: dict[int, AttentionLayer] = {}
         self.modules: dict[int, nn.Module] = {}
 
@@ -121,11 +172,10 @@ class LayerObserver:
             raise self._refusal(f"{type(module).__name__} does not attend exactly once per layer")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
             raise self._refusal(f"layer {index} attends bidirectionally")
-        known = {"scaling", "sliding_window", "softcap", "s_aux"}
         for name, argument in options.items():
-            if name not in known | HARMLESS_ARGUMENTS and argument is not None and argument is not False:
+            if name not in self.known and argument is not None and argument is not False:
                 raise self._refusal(f"layer {index} passes {name!r} to its attention")
-        scale = options.get("scaling")
+        scale, chunk = options.get("scaling"), self._chunk(index)
         self.modules[index] = module
         self.layers[index] = AttentionLayer(
             KVShape(
@@ -134,19 +184,38 @@ class LayerObserver:
                 value.shape[3],
                 key.dtype,
                 query.shape[1],
-                options.get("sliding_window"),
+                options.get("sliding_window") or chunk,
             ).on(key.device),
             AttentionOptions(
                 query.shape[3] ** -0.5 if scale is None else scale,
                 options.get("sliding_window"),
                 options.get("softcap"),
             ),
+            chunk,
+            _take_temperature(module),
         )
         batch, heads, tokens, _ = query.shape
         return value.new_zeros(batch, tokens, heads, value.shape[3])
 
+    def _chunk(self, index: int) -> int | None:
+        layer_types = getattr(self.config, "layer_types", None) or ()
+        is_chunked = index < len(layer_types) and layer_types[index] == CHUNKED
+        return self.config.attention_chunk_size if is_chunked else None
+
     def _refusal(self, reason: str) -> UserError:
         return unsupported(self.architecture, reason)
+
+
+def _take_temperature(module: nn.Module) -> Temperature | None:
+    """Llama 4's temperature, taken from a layer, which would count positions from each step's first token."""
+    is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    if not is_tuned and not hasattr(module, "paged_temperature"):
+        return None
+    if is_tuned:
+        temperature = Temperature(cast(float, module.attn_scale), cast(float, module.floor_scale))
+        module.attn_temperature_tuning = False  # type: ignore[assignment]
+        module.paged_temperature = temperature  # type: ignore[assignment]
+    return cast(Temperature, module.paged_temperature)
 
 
 def unsupported(architecture: str, reason: str) -> UserError:
@@ -162,9 +231,21 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
     context = config.max_position_embeddings
-    length = max_model_len or context
+    dense = min((dense_length(config, kind) or context for kind in _layer_types(config)), default=context)
+    length = max_model_len or min(context, dense)
     if length > context:
         raise UserError(f"max_model_len={length} is more than the model's context of {context} tokens")
+    if length > dense:
+        raise unsupported(
+            architecture,
+            f"in contexts of more than {dense} tokens its attention is sparse; a context of at most {dense} "
+            "tokens (max_model_len) works",
+        )
+    if dense < context and max_model_len is None:
+        logger.warning(
+            f"{architecture} is served with contexts of up to {dense} tokens, not of {context}: in longer "
+            "ones its attention is sparse, which the embedded engine does not have"
+        )
     for rope in _rope_parameters(config):
         limit = rope.get("original_max_position_embeddings") or context
         if rope.get("rope_type") in ROPE_THAT_DEPENDS_ON_THE_BATCH and length > limit:
@@ -184,12 +265,13 @@ def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     model.set_attn_implementation(IMPLEMENTATION)
-    observer = LayerObserver(architecture)
+    observer = LayerObserver(architecture, config, skip_indexers(model))
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), taking_calls(observer):
         model(
             input_ids=tokens,
             position_ids=torch.arange(2, device=model.device)[None],
+            attention_mask=unread_mask(model, model.device),
             use_cache=False,
             logits_to_keep=1,
             paged=observer,
@@ -207,13 +289,18 @@ def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
 def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise unsupported(architecture, "it has an encoder")
-    for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in SUPPORTED_LAYER_TYPES:
+    for layer_type in _layer_types(config):
+        if layer_type not in SUPPORTED_LAYER_TYPES and dense_length(config, layer_type) is None:
             raise unsupported(architecture, f"it has layers of type {layer_type!r}")
-    if model._is_stateful:
+    # Of classes that may keep a state, layer types tell which models do.
+    if model._is_stateful and not _layer_types(config):
         raise unsupported(architecture, "it keeps a recurrent state beside its keys and values")
     if not model._supports_attention_backend or not model._can_set_attn_implementation():
         raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config, "layer_types", None) or ())
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

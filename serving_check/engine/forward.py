@@ -15,9 +15,17 @@ from transformers import PreTrainedModel
 from ...base.batch_invariance import BatchInvariance
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import LayerKV
-from .attention import LAYER_INDEX, Attention, AttentionLayer, PagedAttention, token_by_token
+from .attention import (
+    LAYER_INDEX,
+    Attention,
+    AttentionLayer,
+    PagedAttention,
+    taking_calls,
+    token_by_token,
+)
 from .compiling.compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
 from .compiling.cross_layer_fusion import fuse_across_layers
+from .sparse_attention import unread_mask
 
 
 class Forward:
@@ -40,6 +48,7 @@ class Forward:
         self.layers = layers
         self.storage = storage
         self.as_op = as_op
+        self._mask = unread_mask(model, model.device)
         self._batch_invariance = batch_invariance
         self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
 
@@ -86,13 +95,15 @@ class Forward:
         logits_indices: Tensor | None,
         dim: int,
     ) -> Tensor:
-        return self.model(
-            input_ids=token_ids.unsqueeze(dim),
-            position_ids=positions.unsqueeze(dim),
-            use_cache=False,
-            logits_to_keep=0 if logits_indices is None else logits_indices,
-            paged=attention,
-        ).logits
+        with taking_calls(attention):
+            return self.model(
+                input_ids=token_ids.unsqueeze(dim),
+                position_ids=positions.unsqueeze(dim),
+                attention_mask=self._mask,
+                use_cache=False,
+                logits_to_keep=0 if logits_indices is None else logits_indices,
+                paged=attention,
+            ).logits
 
 
 class _NoStorage:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from ...base.errors import UserError
+from ...layouts.kv.attention_chunks import ChunkedLayerKV, refuse_chunk
 from ...layouts.kv.format import KV_FORMATS, KVFormat
 from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
 from .attention import AttentionLayer
@@ -47,6 +48,11 @@ class KVPool:
             index: kv_format.allocate(layer.shape, size, device, scales.get(index), workspaces)
             for index, layer in layers.items()
         }
+        for index, layer in layers.items():
+            if layer.chunk is not None and layer.chunk < max_model_len:
+                refuse_chunk(layer.chunk, page_size, device)
+                on_gpu = device.type == "cuda"
+                self.layers[index] = ChunkedLayerKV(self.layers[index], layer.chunk, on_gpu, workspaces)
         """Storage by layer index."""
         self.block_table = np.zeros((max_num_seqs, max_pages), np.int32)
         """The pages of each running request by its row, followed by page 0."""
