@@ -22,7 +22,7 @@ ROOMS = {
     "base": [INIT, "errors", REST, "plugins", "registry"],
     "kernels": [
         INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul", "cpu",
-        "hopper", "sampling", "attention", "int4", "iq2_xxs", "nvfp4", "experts",
+        "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "experts",
     ],
     "layouts": [INIT, "formats", "kv", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],

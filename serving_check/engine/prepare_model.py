@@ -36,7 +36,11 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> dict[int, A
         if on_gpu:
             _require_invariant_products(model, options)
     elif not on_gpu:
+        # Imported only here: it imports numba, which takes half a second.
+        from .cpu_norms import compile_norms
+
         pack_fastest(model)
+        compile_norms(model)
     return layers
 
 

@@ -1,0 +1,1 @@
+"""Norms on a CPU, compiled by numba."""

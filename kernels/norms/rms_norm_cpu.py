@@ -1,0 +1,69 @@
+"""RMSNorm on a CPU in one pass over each row, in numba; transformers' modules take seven torch ops for it.
+
+    out[r, d] = weight[d] * round(x[r, d] / sqrt(mean(x[r] ** 2) + eps))
+
+in fp32 but for both products' results, which are rounded to the dtype, as in transformers. Sums have one
+order, so a row's bits are its own. Not for CUDA, where norms are compiled into their neighbours.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+
+from ..attention.kvarn.cpu import lanes
+from ..attention.kvarn.cpu.compiled import NUMBERS
+from ..attention.kvarn.cpu.lanes import WIDTH, fma, load, splat, store, total
+from ..attention.kvarn.cpu.tile import ONE, ZERO
+
+DIM_MULTIPLE = 2 * WIDTH
+Kernel = Callable[..., None]
+
+
+def serves(dtype: torch.dtype, dim: int) -> bool:
+    return dtype in NUMBERS and dim % DIM_MULTIPLE == 0
+
+
+@functools.cache
+def rms_norm(dtype: torch.dtype) -> Kernel:
+    """`rms_norm` compiled for one dtype; it is kept on disk. Any other arguments are an error."""
+    numbers = types.Array(NUMBERS[dtype], 1, "C")
+    compiled = njit(nogil=True, error_model="numpy")(_rms_norm(_sources()))
+    # Raised where no folder can be written to.
+    with contextlib.suppress(RuntimeError):
+        compiled.enable_caching()
+    compiled.compile((numbers, numbers, numbers, types.float64))
+    compiled.disable_compile()
+    return compiled
+
+
+def _rms_norm(sources: str) -> Kernel:
+    """sources: a digest of what is compiled into it, since numba's cache looks at this file alone."""
+
+    def rms_norm(x: Any, weight: Any, out: Any, eps: float) -> None:
+        """x, out: flat, of rows as long as the weight."""
+        _ = sources
+        dim = len(weight)
+        for row in range(0, len(x), dim):
+            even = odd = splat(ZERO)
+            for d in range(row, row + dim, 2 * WIDTH):
+                first, second = load(x, d), load(x, d + WIDTH)
+                even, odd = fma(first, first, even), fma(second, second, odd)
+            by = splat(ONE / np.sqrt(total(even + odd) / np.float32(dim) + np.float32(eps)))
+            for d in range(0, dim, WIDTH):
+                store(out, row + d, load(x, row + d) * by)  # rounds it
+                store(out, row + d, load(out, row + d) * load(weight, d))
+
+    return rms_norm
+
+
+@functools.cache
+def _sources() -> str:
+    files = (Path(str(path)).read_bytes() for path in (__file__, lanes.__file__))
+    return hashlib.sha256(b"".join(files)).hexdigest()

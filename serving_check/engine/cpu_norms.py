@@ -1,0 +1,82 @@
+"""Replaces a model's RMSNorm modules on a CPU by one compiled kernel each.
+
+A module is replaced if the kernel gives what it gives, which is tried: names and formulas differ from model
+to model. Not for batch-invariant serving, which keeps transformers' own.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.attention.kvarn.cpu.compiled import numbers
+from ...kernels.norms.rms_norm_cpu import rms_norm, serves
+
+NAME = "RMSNorm"
+EPS_NAMES = ("variance_epsilon", "eps")
+TRIED_ROWS = 8
+LARGEST_ON_ONE_THREAD = 1 << 17
+"""Numbers that the kernel, which has one thread, takes in about 50 µs. Several threads of torch are faster
+with more."""
+
+
+class CpuRMSNorm(nn.Module):
+    """`norm`, computed by the compiled kernel."""
+
+    def __init__(self, norm: nn.Module, eps: float):
+        super().__init__()
+        self.norm = norm
+        self._eps = eps
+        self._dtype = self.weight.dtype
+        self._weight = numbers(self.weight.detach().contiguous())
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self.norm.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > LARGEST_ON_ONE_THREAD and torch.get_num_threads() > 1:
+            return self.norm(x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        flat_x, flat_out = numbers(x).reshape(-1), numbers(out).reshape(-1)
+        rms_norm(self._dtype)(flat_x, self._weight, flat_out, self._eps)
+        return out
+
+
+@torch.inference_mode()
+def compile_norms(model: nn.Module) -> int:
+    """Replace what can be replaced, in place; returns how many modules were."""
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(parent, CpuRMSNorm) or not type(child).__name__.endswith(NAME):
+                continue
+            compiled = _compiled(child)
+            if compiled is not None:
+                parent.add_module(name, compiled)
+                replaced += 1
+    return replaced
+
+
+def _compiled(norm: nn.Module) -> CpuRMSNorm | None:
+    """None if the kernel does not do what this module does."""
+    weight, eps = getattr(norm, "weight", None), _eps(norm)
+    has_more = len(list(norm.parameters())) != 1 or norm._forward_hooks or norm._forward_pre_hooks
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None or has_more:
+        return None
+    if isinstance(norm, CpuRMSNorm) or not serves(weight.dtype, len(weight)):
+        return None
+    compiled = CpuRMSNorm(norm, eps)
+    # From far below eps to far above it.
+    sizes = torch.logspace(-4, 2, TRIED_ROWS)[:, None]
+    x = (torch.randn(TRIED_ROWS, len(weight)) * sizes).to(weight.dtype)
+    found, expected = compiled(x), norm(x)
+    bound = torch.finfo(weight.dtype).eps * (1 if weight.dtype.itemsize == 2 else 8)
+    agrees = found.dtype == expected.dtype and (found - expected).abs().le(bound * expected.abs()).all()
+    return compiled if agrees else None
+
+
+def _eps(norm: nn.Module) -> float | None:
+    found = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), None)
+    return found if isinstance(found, float) else None
