@@ -222,6 +222,22 @@ class TextPart(Strict):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_other_kinds(cls, part: Any) -> Any:
+        """By name, since clients of image-text models send images and audio."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"this server reads text only; leave out the part of type {kind[:64]!r}")
+        return part
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], FIRST_ERROR, Tag("parts")],
+    Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
+]
+"""Of a message."""
+
 
 class Function(BaseModel):
     """Of a tool, or of a call, whose arguments are JSON."""
@@ -268,7 +284,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: str
-    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[Tool], FIRST_ERROR, Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None

@@ -26,6 +26,7 @@ def refusal(response, status):
 
 
 USER = [{"role": "user", "content": "x"}]
+TEXT_PART = {"type": "text", "text": "hi"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,19 @@ def test_a_wrong_completion_request(client, change, param, message):
         ({"messages": []}, "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "'messages.0.role' is missing"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "no tools here"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "this server reads text only; leave out the part of type 'image_url'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [TEXT_PART, {"type": "input_audio", "input_audio": {}}]}
+                ]
+            },
+            "leave out the part of type 'input_audio'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "valid string"),
         ({"top_logprobs": 2}, "set logprobs to true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
         ({"messages": [{"role": "user", "content": "x " * 600}]}, "shorten the prompt"),
