@@ -98,10 +98,11 @@ class Checkpoint:
         return context if isinstance(context, int) else None
 
     @property
-    def context_of_one_rope(self) -> int | None:
-        """The same, but no longer than positions are encoded alike whatever else is served."""
+    def context_served(self) -> int | None:
+        """The same, but no longer than the embedded engine serves: than positions are encoded alike whatever
+        else is served, and than sparse attention is dense."""
         section = self.config.get("text_config") or self.config
-        limits = [self.context]
+        limits = [self.context, None if "index_kpool" in section else section.get("index_topk")]
         for rope in (section.get("rope_parameters"), section.get("rope_scaling")):
             parts = [rope, *rope.values()] if isinstance(rope, Mapping) else []
             for part in (one for one in parts if isinstance(one, Mapping)):

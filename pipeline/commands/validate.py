@@ -117,8 +117,8 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
     # An exploratory run is asked for these Ms by name.
     if weaker_than_policy(run):
         return replace(run, workload=replace(workload, draws_between=False))
-    of_one_rope = _least(checkpoint.context_of_one_rope for checkpoint in run.checkpoints)
-    return replace(run, options=with_long_contexts(options, engine_options, of_one_rope))
+    served = _least(checkpoint.context_served for checkpoint in run.checkpoints)
+    return replace(run, options=with_long_contexts(options, engine_options, served))
 
 
 def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...base.errors import UserError
 from ...base.log import logger
+from ...base.option_fields import flag
 from ...kernels.attention.options import AttentionOptions
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import KVShape, LayerKV
@@ -220,8 +221,8 @@ def _take_temperature(module: nn.Module) -> Temperature | None:
 
 def unsupported(architecture: str, reason: str) -> UserError:
     return UserError(
-        f"the embedded engine cannot serve {architecture}: {reason}. "
-        "Use another engine (--engine vllm, or the URL of a running server)."
+        f"the embedded engine cannot serve {architecture}: {reason}. Another engine may: `vllm serve`, or "
+        "--engine vllm for `pipeline validate` and `pipeline release`."
     )
 
 
@@ -231,30 +232,35 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
     context = config.max_position_embeddings
-    dense = min((dense_length(config, kind) or context for kind in _layer_types(config)), default=context)
-    length = max_model_len or min(context, dense)
-    if length > context:
-        raise UserError(f"max_model_len={length} is more than the model's context of {context} tokens")
-    if length > dense:
+    if max_model_len is not None and max_model_len > context:
+        raise UserError(f"max_model_len={max_model_len} is more than the model's context of {context} tokens")
+    served, reason = min(_limits(config, context))
+    if (max_model_len or 0) > served:
         raise unsupported(
             architecture,
-            f"in contexts of more than {dense} tokens its attention is sparse; a context of at most {dense} "
-            "tokens (max_model_len) works",
+            f"past {served} tokens {reason}; requests of at most {served} tokens, prompt and answer "
+            f"together, are served ({flag('max_model_len')} {served})",
         )
-    if dense < context and max_model_len is None:
+    if max_model_len is None and served < context:
         logger.warning(
-            f"{architecture} is served with contexts of up to {dense} tokens, not of {context}: in longer "
-            "ones its attention is sparse, which the embedded engine does not have"
+            f"{architecture} is served with contexts of {served} tokens, not of {context}: past {served} "
+            f"{reason}"
         )
+    return max_model_len or served
+
+
+def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
+    """Lengths up to which the model is served, each with what differs past it."""
+    yield context, ""
+    for layer_type in _layer_types(config):
+        length = dense_length(config, layer_type)
+        if length is not None:
+            yield length, "its attention is sparse"
     for rope in _rope_parameters(config):
-        limit = rope.get("original_max_position_embeddings") or context
-        if rope.get("rope_type") in ROPE_THAT_DEPENDS_ON_THE_BATCH and length > limit:
-            raise unsupported(
-                architecture,
-                f"past {limit} tokens its {rope['rope_type']!r} position encoding depends on the rest of the "
-                f"batch; a context of at most {limit} tokens (max_model_len) works",
-            )
-    return length
+        kind = rope.get("rope_type")
+        if kind in ROPE_THAT_DEPENDS_ON_THE_BATCH:
+            limit = rope.get("original_max_position_embeddings") or context
+            yield limit, f"its {kind!r} position encoding depends on the rest of the batch"
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:

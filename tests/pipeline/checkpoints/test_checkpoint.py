@@ -260,9 +260,13 @@ def test_each_way_the_hub_fails_has_its_own_message(
             },
             2048,
         ),
+        ({"max_position_embeddings": 163840, "index_topk": 2048}, 2048),
+        ({"max_position_embeddings": 8192, "index_topk": 2048, "index_kpool": 16}, 8192),
         ({}, None),
     ],
 )
-def test_the_context_of_one_rope_ends_where_it_depends_on_others(sharded: Path, config, context) -> None:
+def test_the_context_served_ends_where_positions_or_keys_depend_on_more(
+    sharded: Path, config, context
+) -> None:
     (sharded / "config.json").write_text(json.dumps(CONFIG | config))
-    assert open_checkpoint(sharded).context_of_one_rope == context
+    assert open_checkpoint(sharded).context_served == context

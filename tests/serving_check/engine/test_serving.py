@@ -267,10 +267,6 @@ def test_a_context_longer_than_the_models_is_refused():
             FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1),
             "FalconForCausalLM: its attention",
         ),
-        (
-            LlamaConfig(**SIZES, rope_parameters=LONGROPE),
-            "past 64 tokens its 'longrope' position encoding depends on the rest of the batch",
-        ),
     ],
 )
 def test_what_paged_attention_cannot_serve_is_refused_by_name(config, reason: str):
@@ -281,7 +277,11 @@ def test_what_paged_attention_cannot_serve_is_refused_by_name(config, reason: st
 
 def test_a_position_encoding_that_depends_on_the_batch_is_served_where_it_does_not():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=LONGROPE))
-    engine = Engine(model, EngineOptions(max_num_seqs=1, max_model_len=64), frozenset())
+    reason = "past 64 tokens its 'longrope' position encoding depends on the rest of the batch"
+    with pytest.raises(UserError, match=f"{reason}; requests of at most 64 tokens"):
+        Engine(model, EngineOptions(max_num_seqs=1, max_model_len=65), frozenset())
+    engine = Engine(model, EngineOptions(max_num_seqs=1), frozenset())
+    assert engine.max_model_len == 64
     assert len(engine.generate([prompt(60)], greedy(4))[0].token_ids) == 4
 
 
