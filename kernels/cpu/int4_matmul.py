@@ -20,7 +20,7 @@ from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from . import int4_packing, int4_tile, vectors
-from .int4_packing import BLOCK, COLUMNS, TILES, PackedInt4, holds_float32
+from .int4_packing import BLOCK, COLUMNS, TILES
 from .int4_tile import ROWS, Instructions, multiply, tiles_at_once, total
 from .openmp import gomp_parallel
 from .vectors import BYTES, number_at, room, run, take_number
@@ -30,16 +30,18 @@ ALONE = 1 << 20
 
 
 class Kernel(NamedTuple):
-    """product: called with numbers alone, as `_product` says; part: the address of what each thread runs"""
+    """product: called with numbers alone, as `_product` says; part: the address of what each thread runs
+
+    dtype: of x and y
+    """
 
     product: Callable[..., int]
     part: int
+    dtype: torch.dtype
 
 
-def matmul(x: Tensor, packed: PackedInt4, group_size: int, instructions: Instructions) -> Tensor:
-    """x [M, K], contiguous, in `dtype_of(instructions)` → [M, N'] in that dtype."""
-    codes, scales = packed
-    compiled = kernel(instructions, holds_float32(scales))
+def matmul(x: Tensor, codes: Tensor, scales: Tensor, group_size: int, compiled: Kernel) -> Tensor:
+    """x [M, K], contiguous, in the kernel's dtype → [M, N'] in that dtype."""
     m, k = x.shape
     n = codes.shape[0] * BLOCK
     y = x.new_empty(m, n)
@@ -62,11 +64,6 @@ def instructions_for(dtype: torch.dtype) -> Instructions:
     return Instructions.BF16 if multiplies_bfloat16 else Instructions.AVX512
 
 
-def dtype_of(instructions: Instructions) -> torch.dtype:
-    """Of x and y."""
-    return torch.bfloat16 if instructions is Instructions.BF16 else torch.float32
-
-
 @functools.cache
 def kernel(instructions: Instructions, wide: bool) -> Kernel:
     """Compiled, which takes a few seconds the first time. wide: with scales of float32"""
@@ -84,7 +81,8 @@ def kernel(instructions: Instructions, wide: bool) -> Kernel:
         product.enable_caching()
     product.compile((types.int64,) * 11)
     product.disable_compile()
-    return Kernel(product, compiled.address or 0)
+    dtype = torch.bfloat16 if instructions is Instructions.BF16 else torch.float32
+    return Kernel(product, compiled.address or 0, dtype)
 
 
 @functools.cache

@@ -6,15 +6,16 @@ batch invariance too. Chosen by a measurement only: numba takes seconds to compi
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES
 from ...kernels.cpu import int4_packing
-from ...kernels.cpu.int4_packing import PackedInt4, holds_float32
+from ...kernels.cpu.int4_packing import holds_float32
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.weight_format import Weight
 from .int4_affine import require_int4
@@ -38,29 +39,32 @@ class CpuInt4Tiles:
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         weight = require_int4(weight, self.name)
         packed = int4_packing.pack(unpack_nibbles(weight.codes), weight.scale, weight.zero_point)
+        wide = int(holds_float32(packed.scales))
         # Compiled here, so that nothing is in the first product.
-        instructions = _kernels().instructions_for(dtype)
-        _kernels().kernel(instructions, holds_float32(packed.scales))
-        attributes = {"group_size": weight.spec.group_size}
+        _kernel(dtype, wide)
+        attributes = {"group_size": weight.spec.group_size, "wide": wide}
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, packed._asdict(), attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        kernels, tensors, n = _kernels(), packed.tensors, packed.shape[0]
-        operand = PackedInt4(tensors["codes"], tensors["scales"])
-        instructions = kernels.instructions_for(packed.dtype)
-        x = x.to(kernels.dtype_of(instructions))
-        y = kernels.matmul(x, operand, packed.attributes["group_size"], instructions)
-        if y.shape[1] != n:
-            y = y[:, :n]
-        return y if y.dtype is packed.dtype else y.to(packed.dtype)
+        tensors, attributes, dtype = packed.tensors, packed.attributes, packed.dtype
+        multiply, kernel = _kernel(dtype, attributes["wide"])
+        if kernel.dtype is not dtype:
+            x = x.to(kernel.dtype)
+        y = multiply(x, tensors["codes"], tensors["scales"], attributes["group_size"], kernel)
+        if y.shape[1] != packed.shape[0]:
+            y = y[:, : packed.shape[0]]
+        return y if kernel.dtype is dtype else y.to(dtype)
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    """Imported only where they are used: numba takes half a second to import."""
-    from ...kernels.cpu import int4_matmul
+def _kernel(dtype: torch.dtype, wide: int) -> tuple[Callable[..., Tensor], Any]:
+    """The product's function and the compiled kernel that it takes, for activations of `dtype`.
 
-    return int4_matmul
+    Imported only where they are used: numba takes half a second to import.
+    """
+    from ...kernels.cpu.int4_matmul import instructions_for, kernel, matmul
+
+    return matmul, kernel(instructions_for(dtype), bool(wide))
 
 
 CPU_INT4_TILES = CpuInt4Tiles()

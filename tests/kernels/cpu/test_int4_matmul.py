@@ -5,11 +5,13 @@ import sys
 import pytest
 import torch
 from scalegate.kernels.cpu import int4_matmul
-from scalegate.kernels.cpu.int4_matmul import dtype_of, instructions_for, kernel, matmul
+from scalegate.kernels.cpu.int4_matmul import instructions_for, kernel
 from scalegate.kernels.cpu.int4_packing import PackedInt4, dequantize, holds_float32, pack, padded_rows
 from scalegate.kernels.cpu.int4_tile import Instructions
 from scalegate.kernels.cpu.openmp import gomp_parallel
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, unpack_nibbles
+from scalegate.layouts.packing import cpu_int4_tiles
+from scalegate.layouts.packing.cpu_int4_tiles import CPU_INT4_TILES
 from scalegate.tests.rounding_bounds import product_bound, rounded, summed
 
 CPU = torch.device("cpu")
@@ -31,6 +33,15 @@ def instructions_here() -> list[Instructions]:
     """Portable ones, and the best for float32 and for bfloat16."""
     best = {instructions_for(dtype) for dtype in (torch.float32, torch.bfloat16)}
     return sorted({Instructions.PORTABLE} | best)
+
+
+def matmul(x: torch.Tensor, packed: PackedInt4, group_size: int, instructions: Instructions) -> torch.Tensor:
+    compiled = kernel(instructions, holds_float32(packed.scales))
+    return int4_matmul.matmul(x, *packed, group_size, compiled)
+
+
+def dtype_of(instructions: Instructions) -> torch.dtype:
+    return kernel(instructions, False).dtype
 
 
 def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -101,14 +112,14 @@ def test_bits_do_not_depend_on_threads_or_rows(instructions):
     assert all(torch.equal(alone, y) for y in together)
 
 
-def test_nothing_compiles_while_products_are_computed():
-    packed, x = packed_of(random_weight(Int4(128))), torch.randn(3, K)
-    instructions = instructions_for(torch.float32)
-    kernel(instructions, holds_float32(packed.scales))
-    before = kernel.cache_info().misses
+def test_packing_compiles_and_multiplying_does_not():
+    cpu_int4_tiles._kernel.cache_clear()
+    kernel.cache_clear()
+    packed = CPU_INT4_TILES.pack(random_weight(Int4(128)), torch.float32)
+    assert kernel.cache_info().misses == 1
     for m in (1, 2, 3):
-        matmul(x[:m], packed, 128, instructions)
-    assert kernel.cache_info().misses == before
+        CPU_INT4_TILES.matmul(torch.randn(m, K), packed)
+    assert kernel.cache_info().misses == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's OpenMP has no GOMP_parallel")
