@@ -35,7 +35,7 @@ def push(
     it holds only where there are a token and a network.
     """
     folder = Path(artifact).expanduser()
-    directory = _directory(to)
+    directory = target_folder(to)
     _refuse_hub_options(directory, private, create_pr, revision)
     manifest, verdict = require_passing_verdict(folder)
     if directory is not None:
@@ -62,7 +62,7 @@ def check_target(
     artifact: Path, to: str, private: bool = False, create_pr: bool = False, revision: str | None = None
 ) -> None:
     """Refuse what `push` to `to` would refuse whatever the artifact holds; sends nothing that writes."""
-    directory = _directory(to)
+    directory = target_folder(to)
     _refuse_hub_options(directory, private, create_pr, revision)
     if directory is not None:
         preview_folder([], directory)
@@ -70,6 +70,13 @@ def check_target(
     from ..publishing.hub.publish import HubTarget, check_hub
 
     check_hub(HubTarget(to, private, create_pr, revision), artifact)
+
+
+def check_card(repo_id: str, card: str) -> None:
+    """Refuse what the Hub would refuse of a card's front matter."""
+    from ..publishing.hub.publish import check_front_matter
+
+    check_front_matter(repo_id, card)
 
 
 def _said(verdict: Verdict) -> str:
@@ -112,7 +119,8 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
     return found.manifest, verdict
 
 
-def _directory(to: str) -> Path | None:
+def target_folder(to: str) -> Path | None:
+    """The folder that `to` names; None where it names a Hub repository."""
     if not to.startswith(FOLDER_PREFIX):
         return None
     name = to.removeprefix(FOLDER_PREFIX)

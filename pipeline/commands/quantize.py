@@ -5,6 +5,7 @@ The order of the work is here. What is decided beforehand is `quantization/job.p
 """
 
 import errno
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -52,6 +53,7 @@ from ..quantization.solvers.importance import importance_of
 from ..quantization.write_shards import (
     PassResults,
     divide_into_shards,
+    output_bytes,
     scale_tensors,
     write_rest,
     write_shards,
@@ -153,6 +155,15 @@ def preview(
     return estimate(job, divide_into_shards(checkpoint, job.tasks.in_order, MAX_SHARD_BYTES), folder)
 
 
+def bytes_to_write(
+    checkpoint: Checkpoint, recipe: Recipe, asked: QuantizeOptions, device: str | None = None
+) -> int:
+    """Of all shards that `quantize` would write. UserError where it would refuse the same arguments."""
+    checkpoint = without_left_out(checkpoint, recipe)
+    job = prepare(checkpoint, recipe, asked.export, device, asked.calibration)
+    return sum(output_bytes(checkpoint, task) for task in job.tasks.in_order)
+
+
 def _prepare_folder(folder: Path, overwrite: bool, copied: Mapping[str, Path], ranks: Ranks) -> None:
     """UserError if the folder holds what is not ours to replace."""
 
@@ -235,6 +246,8 @@ def _write_all_shards(
     """
     checkpoint, tasks = job.checkpoint, job.tasks.in_order
     shards = divide_into_shards(checkpoint, tasks, max_shard_bytes)
+    if ranks.is_first:
+        _require_room(record, sum(output_bytes(checkpoint, task) for task in tasks))
     shared = find_shared_tensors(checkpoint, shards, job.quantizer, record, ranks, progress)
     context = CalibrationContext(checkpoint, job.quantizer, record.calibration, progress)
     read = ranks.in_turn("text", lambda: calibration_sequences(job.text, job.needs, context))
@@ -257,6 +270,15 @@ def _write_all_shards(
     return shards, {
         CALIBRATION: {"source": job.text.name, **read.facts, **calibration_facts(found, job.needs)}
     }
+
+
+def _require_room(record: WorkRecord, size: int) -> None:
+    """OSError, as from a full disk, where the shards that are not there yet do not fit."""
+    size -= sum(path.stat().st_size for path in record.folder.glob("*.safetensors"))
+    free = shutil.disk_usage(record.folder).free
+    if size > free:
+        said = f"{size / 1e6:,.0f} MB are still to be written, {free / 1e6:,.0f} MB are free"
+        raise OSError(errno.ENOSPC, said)
 
 
 def _finish(

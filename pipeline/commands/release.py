@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import UserError
 from ...base.log import logger
 from ...base.option_fields import name_of, options_of, takes, values_of
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED
 from ...serving_check.evidence.verdict import Verdict
-from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.push_result import PushResult
 from ..quantization.options import QuantizeOptions
@@ -21,6 +22,7 @@ from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.recipe import Recipe
 from ..records.recipe_file import is_recipe, load_recipe
 from ..validation.rival import rival_folder
+from .asked_first import lacking_tools, planned_files, refuse_card, refuse_later
 from .layout import layout as lay_out
 from .push import check_target, push
 from .quantize import quantize
@@ -88,8 +90,8 @@ def release(
     publication = request.publication
     refuse_exploratory(chosen, request)
     check_target(folder, to, publication.private, publication.create_pr, publication.to_revision)
-    if not (folder / MANIFEST_NAME).is_file():
-        refuse_unserved_source(open_checkpoint(model, request.making.revision), request)
+    if request.making.overwrite or not (folder / MANIFEST_NAME).is_file():
+        _ask_first(open_checkpoint(model, request.making.revision), chosen, request, folder, to)
     result = ReleaseResult(folder)
     _quantize(result, model, recipe, chosen.name, request, progress)
     _lay_out(result, folder, request, progress)
@@ -109,6 +111,16 @@ def release(
     holds = "holds it already" if is_unchanged else "holds it now"
     _note(result, "push", is_unchanged, f"{result.push.url} {holds}")
     return result
+
+
+def _ask_first(source: Checkpoint, recipe: Recipe, request: ReleaseRequest, folder: Path, to: str) -> None:
+    """UserError where a later stage cannot succeed: better than after hours of quantizing."""
+    refuse_unserved_source(source, request)
+    if lacking := lacking_tools(request):
+        raise UserError("\n".join(lacking))
+    for note in refuse_card(source, recipe, to):
+        logger.info(note)
+    refuse_later(source, request, planned_files(source, recipe, request, folder, to))
 
 
 def artifact_folder(work: str | Path, model: str, recipe: Recipe) -> Path:

@@ -24,7 +24,9 @@ from ..quantization.estimate import Estimate
 from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
 from ..records.recipe_file import load_recipe
 from ..report.names import REPORT_NAMES
+from ..validation.gpu_memory import served_bytes
 from ..validation.time_estimate import least_serving_seconds
+from .asked_first import lacking_tools, planned_files, refuse_card, refuse_later
 from .push import check_target
 from .quantize import preview
 from .release import artifact_folder
@@ -107,6 +109,14 @@ def preview_release(
         calibration=request.making.calibration,
     )
     finished = not request.making.overwrite and (folder / MANIFEST_NAME).is_file()
+    if not finished:
+        notes += lacking_tools(request)
+        try:
+            notes += refuse_card(source, chosen, to)
+        except HubNotAskedError as reason:
+            notes.append(f"the Hub was not asked whether it takes the card: {reason.message}")
+        planned = planned_files(source, chosen, request, folder, to, quantized.bytes_written)
+        refuse_later(source, request, planned)
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
     rival = validation.rival or chosen.rival or None
     sides = 2 if rival is None else 3
@@ -128,7 +138,7 @@ def preview_release(
         seconds=seconds,
         most_seconds=seconds * max(1.0, workload.max_blocks / LOOKS[0]),
         last_seconds=_last_seconds(folder) if finished else None,
-        memory=source.nbytes + (sides - 1) * quantized.bytes_written,
+        memory=served_bytes(source) + (sides - 1) * quantized.bytes_written,
     )
     travelling = source.other_files(chosen.files).files
     report = [f"{REPORT_FOLDER}/{name}" for name in REPORT_NAMES]

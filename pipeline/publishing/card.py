@@ -82,7 +82,7 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
     quantization, short_name = artifact.quantization, name.split("/")[-1]
     auto_class, reason = _by_transformers(folder, config.get("model_type"))
     return {
-        "front_matter": front_matter(artifact, method, verdict, short_name),
+        "front_matter": front_matter(artifact, method, verdict.scores, short_name),
         "name": short_name,
         "base_url": f"{HUB}/{artifact.source}" if _on_hub(artifact) else None,
         "base_revision": artifact.source_revision,

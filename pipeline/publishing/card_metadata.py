@@ -3,6 +3,7 @@
 Not for the text below it (`card.py`).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -11,15 +12,14 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.task_scores import TaskScore
-from ...serving_check.evidence.verdict import Verdict
 from ..checkpoints.base_metadata import carried
-from ..records.artifact import Artifact
+from ..records.artifact import Artifact, FileRecord
 
 HUB = "https://huggingface.co"
 LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 
 
-def front_matter(artifact: Artifact, method: str | None, verdict: Verdict, name: str) -> str:
+def front_matter(artifact: Artifact, method: str | None, scores: Sequence[TaskScore], name: str) -> str:
     """The card's metadata: the base's licence, languages, task and tags as they are, and tasks' scores."""
     base: dict[str, Any] = dict(carried(artifact.base_metadata))
     declared: dict[str, Any] = {}
@@ -30,11 +30,24 @@ def front_matter(artifact: Artifact, method: str | None, verdict: Verdict, name:
     declared["pipeline_tag"] = base.pop("pipeline_tag", "text-generation")
     base_tags = base.pop("tags", [])
     declared |= _reachable_licence(base, artifact)
-    if verdict.scores:
-        results = [_eval_result(score) for score in verdict.scores]
+    if scores:
+        results = [_eval_result(score) for score in scores]
         declared["model-index"] = eval_results_to_model_index(name, results)
     declared["tags"] = _tags(base_tags, artifact, method)
     return f"---\n{yaml.safe_dump(declared, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def preliminary_card(
+    source: str, revision: str | None, base_metadata: Mapping[str, str | list[str]], files: Sequence[str]
+) -> str:
+    """The front matter that a release of `source` will have, as far as it is known before one is made.
+
+    files: those that will go with the weights
+    """
+    record = FileRecord(0, "0" * 64)
+    planned = Artifact(source, revision, {}, {}, dict.fromkeys(files, record), {"formats": []})
+    planned.base_metadata = dict(base_metadata)
+    return front_matter(planned, None, (), source.rpartition("/")[2])
 
 
 def _reachable_licence(base: dict[str, Any], artifact: Artifact) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 From the sizes of their weights and of the load; nothing is started here.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from ...serving_check.adapters.engine import MemoryGrant
 from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import EngineOptions
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.decoded_tensors import DecodedTensor
+from ..conventions.declared import stored_weights
 
 SHARE_OF_FREE = 0.92
 """Of the memory that is free, for all servers on a GPU together."""
@@ -90,9 +93,22 @@ def plan_memory(
     return MemoryPlan(grants, together)
 
 
+def served_bytes(checkpoint: Checkpoint) -> int:
+    """Of the weights in our own server: as the files have them, but 16 bits where it unpacks them."""
+    stored = stored_weights(checkpoint).values()
+    unpacked = {name for weight in stored if not weight.is_quantized for name in weight.tensors}
+    unpacked |= {name for name, info in checkpoint.tensors.items() if isinstance(info, DecodedTensor)}
+    numbers = sum(math.prod(weight.shape) for weight in stored if not weight.is_quantized)
+    fused = unpacked - {name for weight in stored for name in weight.tensors}
+    numbers += sum(math.prod(checkpoint.tensors[name].shape) for name in fused)
+    return checkpoint.nbytes - sum(checkpoint.tensors[name].nbytes for name in unpacked) + 2 * numbers
+
+
 def needed_bytes(side: Side, placement: Placement) -> float:
     """On each of its GPUs, for its weights, the keys and values of the load, and all else."""
     weights = sum(path.stat().st_size for path in side.checkpoint.folder.glob("*.safetensors"))
+    if engine_named(side.engine).packs_with_layouts:
+        weights = max(weights, served_bytes(side.checkpoint))
     return WEIGHTS_FACTOR * weights / placement.gpus + kv_cache_bytes(side, placement) + BESIDE
 
 

@@ -6,7 +6,7 @@ looks at what the Hub holds already, so that an interrupted push resumes by runn
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,13 @@ def check_hub(target: HubTarget, artifact_folder: Path) -> None:
     """UserError where publishing to `target` cannot succeed, whatever it is. Sends nothing that writes."""
     with explained(target.repo_id):
         _Push([], target, artifact_folder, progress=False)
+
+
+def check_front_matter(repo_id: str, card: str) -> None:
+    """UserError where the Hub would not take `card`: asked before there is anything to publish."""
+    with explained(repo_id):
+        require_hub_access()
+        refuse_card(card)
 
 
 def preview_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
@@ -104,7 +111,8 @@ class _Push:
         self._refuse_contradictions()
         self.stale = stale_files(self.api, self.repository, files)
         if seen is None and not self.is_unchanged:
-            refuse_card(files)
+            for card in (file for file in files if file.path == CARD_NAME):
+                refuse_card(card.read(0, card.size).decode("utf-8"))
 
     def _refuse_contradictions(self) -> None:
         name = self.target.repo_id
@@ -250,16 +258,15 @@ class _Push:
         return f"{self.api.endpoint}/{self.target.repo_id}{branch}"
 
 
-def refuse_card(files: Sequence[BundleFile]) -> None:
+def refuse_card(card: str) -> None:
     """UserError where the Hub would not take the card: asked before anything is created or sent."""
-    for card in (file for file in files if file.path == CARD_NAME):
-        try:
-            ModelCard(card.read(0, card.size).decode("utf-8"), ignore_metadata_errors=True).validate()
-        except ValueError as error:
-            raise UserError(
-                f"the Hub refuses the front matter of {CARD_NAME}: {_reasons(str(error))}. It is taken from "
-                "the base's card: correct it there, or take the field out, and quantize again"
-            ) from error
+    try:
+        ModelCard(card, ignore_metadata_errors=True).validate()
+    except ValueError as error:
+        raise UserError(
+            f"the Hub refuses the front matter of {CARD_NAME}: {_reasons(str(error))}. It is taken from "
+            "the base's card: correct it there, or take the field out, and quantize again"
+        ) from error
 
 
 def _reasons(answer: str) -> str:

@@ -13,9 +13,10 @@ from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
 from scalegate.pipeline.records.artifact import Artifact
-from scalegate.tests.pipeline.publishing.fake_hub import Drop, Request
+from scalegate.tests.pipeline.publishing.fake_hub import Drop, Refuse, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json
 from scalegate.tests.pipeline.publishing.stand_in_gate import StandInGate
+from scalegate.tests.pipeline.publishing.test_push_hub import failing
 from scalegate.tests.verdict_files import read_verdict
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -218,6 +219,27 @@ def test_a_target_that_cannot_work_is_refused_before_anything_is_quantized(run, 
     with pytest.raises(UserError, match="no release of ours"):
         run()
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.exhaustive), ["--dry-run"]])
+def test_a_card_that_the_hub_refuses_is_named_before_anything_is_made(
+    hub, pipeline, example_checkpoint, tmp_path, more
+):
+    hub.before = failing("POST validate_yaml", Refuse(400, '"license" must be one of apache-2.0, mit'))
+    words = [
+        "release",
+        example_checkpoint,
+        "--to",
+        "org/model",
+        "--work",
+        tmp_path / "work",
+        "--device",
+        "cpu",
+    ]
+    result = pipeline(*words, *more, **hub.environment())
+    assert result.returncode == 2, result.stderr
+    assert "refuses the front matter of README.md" in result.stderr and "must be one of" in result.stderr
+    assert not (tmp_path / "work").exists() and not hub.repos
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

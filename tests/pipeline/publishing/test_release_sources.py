@@ -106,7 +106,7 @@ def test_its_artifact_is_validated(form: str, source_in: Any, recipe: Path, tmp_
         input_len=16,
         output_len=8,
         quality_tokens=1024,
-        max_repeats=6,
+        max_blocks=6,
         device="cpu",
         progress=False,
     )

@@ -1,0 +1,164 @@
+"""What later stages of a release would refuse, asked of its source before anything is quantized.
+
+Room on disks and in memory, checkpoints and texts that cannot be read, and a card that the Hub does not take.
+What the options say by themselves is `release_request.py`; whether a target can be written, `push.py`.
+"""
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from ...base.errors import UserError
+from ...serving_check.adapters.all_engines import engine_named
+from ..checkpoints.base_metadata import read_base_metadata
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..model_loader.contradictions import refuse_contradictions
+from ..publishing.card_metadata import licence_of, preliminary_card
+from ..records.recipe import Recipe
+from ..records.recipe_file import is_recipe, load_recipe
+from ..validation.given_text import read_given
+from ..validation.gpu_memory import GIB, plan_memory, served_bytes
+from ..validation.held_out import window_for
+from ..validation.rival import rival_folder
+from ..validation.run import require_context
+from ..validation.servers import placed, sides_of, sized_options
+from ..validation.task_scores import require_lm_eval, task_context
+from .push import check_card, target_folder
+from .quantize import bytes_to_write
+from .release_request import ReleaseRequest
+
+
+@dataclass(frozen=True)
+class PlannedFiles:
+    """What is still to be written, in bytes by the folder that it goes into."""
+
+    quantized: Mapping[Path, int]
+    """The artifact, and a rival that a recipe makes."""
+    published: Mapping[Path, int]
+    """A target folder's copy."""
+
+
+def planned_files(
+    source: Checkpoint,
+    recipe: Recipe,
+    request: ReleaseRequest,
+    folder: Path,
+    to: str,
+    written: int | None = None,
+) -> PlannedFiles:
+    """What is not there yet. UserError where a recipe, the rival's too, cannot quantize `source`.
+
+    written: the artifact's bytes, where they are known
+    """
+    if written is None:
+        written = bytes_to_write(source, recipe, request.making, request.device)
+    quantized = {folder: max(0, written - _present(folder))}
+    rival = request.validation.rival or recipe.rival
+    if rival is not None and is_recipe(rival):
+        # Its own recipe says which convention can store it.
+        making = replace(request.making, export=None)
+        place = rival_folder(folder.parent, source.source, rival)
+        size = bytes_to_write(source, load_recipe(rival), making, request.device)
+        quantized[place] = max(0, size - _present(place))
+    directory = target_folder(to)
+    return PlannedFiles(quantized, {} if directory is None else {directory: written})
+
+
+def _present(folder: Path) -> int:
+    """Bytes of the shards that an interrupted run has left."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFiles) -> None:
+    """UserError where a later stage of this release of `source` cannot succeed on this machine."""
+    refuse_full_disks(planned)
+    refuse_contradictions(source)
+    validation, workload = request.validation, request.workload
+    baseline, rival = validation.baseline, validation.rival
+    sides = [source if baseline is None else open_checkpoint(baseline, validation.baseline_revision)]
+    if rival is not None and not is_recipe(rival):
+        sides.append(open_checkpoint(rival, validation.rival_revision))
+    for side in (source, *sides):
+        require_context(side, workload)
+    if validation.text is not None:
+        window = window_for(source, sides[0], request.kv_cache, validation.quality_tokens)
+        how = validation.quality_tokens, window, workload.input_len
+        read_given(validation.text, source, sides[0], *how)
+    _refuse_small_memory(sides[0], request, sum(planned.quantized.values()))
+
+
+def lacking_tools(request: ReleaseRequest) -> list[str]:
+    """What a validation would run and this machine has not: said in a dry run, and else refused."""
+    validation = request.validation
+    lacking = []
+    for name in dict.fromkeys((validation.engine, validation.engine_of_baseline)):
+        found = engine_named(name).availability() if engine_named(name).starts else None
+        if found is not None and not found.available:
+            lacking.append(
+                f"--engine {name}: {found.detail}" + (f"; {found.install}" if found.install else "")
+            )
+    if validation.tasks is not None:
+        try:
+            require_lm_eval()
+        except UserError as error:
+            lacking.append(error.message)
+    return lacking
+
+
+def refuse_card(source: Checkpoint, recipe: Recipe, to: str) -> list[str]:
+    """UserError where the Hub would not take the fields that the card gets from the base's. Returns notes."""
+    metadata = read_base_metadata(source.folder)
+    files = source.other_files(recipe.files).files
+    if target_folder(to) is None:
+        check_card(to, preliminary_card(source.public_name, source.revision, metadata, list(files)))
+    if licence_of(metadata) is None:
+        return [f"the card of {source.public_name} names no licence, so the release's will name none"]
+    return []
+
+
+def refuse_full_disks(planned: PlannedFiles) -> None:
+    """UserError where a disk has no room for all that is to be written to it."""
+    wanted: dict[int, dict[Path, int]] = defaultdict(dict)
+    for folder, size in (*planned.quantized.items(), *planned.published.items()):
+        wanted[os.stat(_there(folder)).st_dev][folder] = size
+    for folders in wanted.values():
+        needed, free = sum(folders.values()), shutil.disk_usage(_there(next(iter(folders)))).free
+        if needed > free:
+            listed = ", ".join(f"{size / 1e6:,.0f} MB into {folder}" for folder, size in folders.items())
+            raise UserError(
+                f"no room: {listed}, and the disk has {free / 1e6:,.0f} MB free; make room, or name folders "
+                "on another disk with --work and --to"
+            )
+
+
+def _there(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+
+
+def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantized: int) -> None:
+    """UserError where the servers' weights alone are more than the memory that is free.
+
+    On a GPU, where they may take turns, where the baseline's server does not fit by itself.
+    """
+    validation, workload = request.validation, request.workload
+    engine = validation.engine_of_baseline
+    if not engine_named(engine).starts:
+        return
+    longest_task = 0 if validation.tasks is None else task_context(baseline)
+    options = sized_options(request.given, workload, longest_task, baseline.context)
+    options = replace(options, device=placed(options.device, request.placement))
+    if options.device != "cpu":
+        wanted = [("baseline", engine, baseline, options)]
+        plan_memory(sides_of(wanted, request.placement), request.placement)
+        return
+    needed, free = served_bytes(baseline) + quantized, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"no room: the servers hold at least {needed / GIB:.1f} GiB of weights at the same time, and "
+            f"{free / GIB:.1f} GiB of memory are free; end what else runs here, or use another machine"
+        )
