@@ -24,7 +24,7 @@ ROOMS = {
         INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul", "cpu",
         "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "experts",
     ],
-    "layouts": [INIT, "formats", "kv", "packing", "modules", "choosing"],
+    "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],
     "serving_check": [
         INIT, "ms_between", "settings", "statistics", "engine", "adapters", "workload", "server", "evidence",

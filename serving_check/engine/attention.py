@@ -20,7 +20,10 @@ from ...base.option_fields import flag
 from ...kernels.attention.options import AttentionOptions
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import KVShape, LayerKV
+from ...layouts.states.state_format import StateKey, StateShape
 from .sparse_attention import CHOSEN_KEYS, dense_length, skip_indexers, unread_mask
+from .state_layers import StateObserver, hook_state_layers, keeps_a_state, taking_states
+from .unsupported import unsupported
 
 IMPLEMENTATION = "scalegate_paged"
 
@@ -29,6 +32,10 @@ LAYER_INDEX = "paged_layer_index"
 
 CHUNKED = "chunked_attention"
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
+STATE_LAYER_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
+"""Layers with a state; `hybrid` ones attend too."""
+LONE_LAYER_TYPES = {"mlp", "moe"}
+"""Layers of their own in Nemotron-H, with neither keys and values nor a state."""
 
 ROPE_THAT_DEPENDS_ON_THE_BATCH = {"dynamic", "longrope"}
 
@@ -67,6 +74,20 @@ class Temperature:
         steps = torch.floor((positions.float() + 1.0) / self.floor)
         factor = torch.log1p(steps) * self.scale + 1.0
         return (query * factor[:, None, None]).to(query.dtype)
+
+
+@dataclass(frozen=True)
+class ServedLayers:
+    """What a model's layers keep for each request."""
+
+    attention: dict[int, AttentionLayer]
+    """By layer index."""
+    states: dict[StateKey, StateShape]
+
+    @property
+    def state_bytes(self) -> int:
+        """What all states of a request take together."""
+        return sum(shape.bytes_per_request for shape in self.states.values())
 
 
 class Attention(Protocol):
@@ -219,19 +240,14 @@ def _take_temperature(module: nn.Module) -> Temperature | None:
     return cast(Temperature, module.paged_temperature)
 
 
-def unsupported(architecture: str, reason: str) -> UserError:
-    return UserError(
-        f"the embedded engine cannot serve {architecture}: {reason}. Another engine may: `vllm serve`, or "
-        "--engine vllm for `pipeline validate` and `pipeline release`."
-    )
-
-
 def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
     """The longest context of a request: `max_model_len` if given, else the model's own limit."""
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
-    context = config.max_position_embeddings
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise unsupported(architecture, "its config says no max_position_embeddings")
     if max_model_len is not None and max_model_len > context:
         raise UserError(f"max_model_len={max_model_len} is more than the model's context of {context} tokens")
     served, reason = min(_limits(config, context))
@@ -264,16 +280,22 @@ def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """Switch the model to paged attention, and return its attention layers by index.
+    """As `served_layers`, without states."""
+    return served_layers(model).attention
 
-    They are found by running two tokens through the model. Each gets a buffer with its index.
+
+def served_layers(model: PreTrainedModel) -> ServedLayers:
+    """Switch the model to paged attention and states in slots, and return what its layers keep.
+
+    Attention layers are found by running two tokens through the model. Each gets a buffer with its index.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     model.set_attn_implementation(IMPLEMENTATION)
-    observer = LayerObserver(architecture, config, skip_indexers(model))
+    hook_state_layers(model, architecture)
+    observer, states = LayerObserver(architecture, config, skip_indexers(model)), StateObserver()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), taking_calls(observer):
+    with torch.inference_mode(), taking_calls(observer), taking_states(states):
         model(
             input_ids=tokens,
             position_ids=torch.arange(2, device=model.device)[None],
@@ -282,26 +304,53 @@ def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
             logits_to_keep=1,
             paged=observer,
         )
-    if len(observer.layers) != config.num_hidden_layers:
+    if not observer.layers:
+        raise unsupported(
+            architecture, "no layer attends, and requests are counted in pages of keys and values"
+        )
+    if states.shapes and model.device.type == "cuda":
+        raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
+    served = _served(config, set(observer.layers), {key.layer for key in states.shapes})
+    if served != config.num_hidden_layers:
         raise unsupported(
             architecture,
-            f"{len(observer.layers)} of its {config.num_hidden_layers} layers use AttentionInterface",
+            f"{served} of its {config.num_hidden_layers} layers use AttentionInterface or keep a known state",
         )
     for index, module in observer.modules.items():
         module.register_buffer(LAYER_INDEX, torch.tensor(index, device="cpu"), persistent=False)
-    return observer.layers
+    return ServedLayers(observer.layers, states.shapes)
+
+
+def _served(config: Any, attending: set[int], with_states: set[int]) -> int:
+    """How many layers do what their type says; a model without types attends or keeps a state in each."""
+    types = _layer_types(config) or list(getattr(config, "layers_block_type", None) or ())
+    if not types:
+        return len(attending | with_states)
+    without_attention = STATE_LAYER_TYPES - {"hybrid", "hybrid_sliding"}
+    return sum(
+        layer_type in LONE_LAYER_TYPES
+        or index in attending
+        or (layer_type in without_attention and index in with_states)
+        for index, layer_type in enumerate(types)
+    )
 
 
 def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise unsupported(architecture, "it has an encoder")
+    has_states = any(keeps_a_state(module) for module in model.modules())
+    supported = SUPPORTED_LAYER_TYPES
+    if has_states:
+        supported = supported | STATE_LAYER_TYPES | LONE_LAYER_TYPES
     for layer_type in _layer_types(config):
-        if layer_type not in SUPPORTED_LAYER_TYPES and dense_length(config, layer_type) is None:
+        if layer_type not in supported and dense_length(config, layer_type) is None:
             raise unsupported(architecture, f"it has layers of type {layer_type!r}")
     # Of classes that may keep a state, layer types tell which models do.
-    if model._is_stateful and not _layer_types(config):
+    if model._is_stateful and not has_states and not _layer_types(config):
         raise unsupported(architecture, "it keeps a recurrent state beside its keys and values")
-    if not model._supports_attention_backend or not model._can_set_attn_implementation():
+    # transformers says of hybrids that they lack the backend; that their attention uses it is seen later.
+    uses_interface = model._supports_attention_backend or has_states
+    if not uses_interface or not model._can_set_attn_implementation():
         raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
 
 

@@ -40,7 +40,7 @@ class CpuRunner:
         self.clock = StepClock(model.device)
         self.buckets = buckets
         self._max_requests = len(pool.block_table)
-        self._forward = Forward(model, layers, pool.layers, as_op=False)
+        self._forward = Forward(model, layers, pool.layers, as_op=False, states=pool.states)
         self._keeps_bits = batch_invariance != "tuned"
         largest = max(largest_chunk + self._max_requests, CPU_ROWS)
         self._buffers = StepBuffers(

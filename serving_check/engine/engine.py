@@ -17,7 +17,7 @@ from ...base.progress import progress_bar
 from ...layouts.choosing.plan import device_model
 from ...layouts.kv.layer import KVScales
 from ...layouts.modules.linear import packed_layers
-from .attention import AttentionLayer, context_length, unsupported
+from .attention import AttentionLayer, context_length
 from .buckets import decode_buckets
 from .cpu_runner import CpuRunner
 from .cuda_runner import CudaRunner
@@ -32,6 +32,7 @@ from .request import EngineCapacity, EngineStats, FinishReason, SamplingParams, 
 from .sampling.sampler import prompt_logprobs, token_logprobs
 from .scheduler import PrefillChunk, Schedule, Scheduler
 from .sequence import UNKNOWN, Completion, Sequence
+from .unsupported import unsupported
 
 STEPS_REMEMBERED = 1 << 16
 
@@ -91,7 +92,7 @@ class Engine:
             packed,
             device_model(model.device),
         )
-        self.runner = _build_runner(model, layers, self.pool, options)
+        self.runner = _build_runner(model, layers.attention, self.pool, options)
         chunk, chunk_while_decoding = options.chunks(on_gpu)
         replays = on_gpu and options.batch_invariance == "pin"
         self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding, replays)

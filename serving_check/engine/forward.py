@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from ...base.batch_invariance import BatchInvariance
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import LayerKV
+from ...layouts.states.slots import StateSlots
+from ...layouts.states.state_format import StateKey
 from .attention import (
     LAYER_INDEX,
     Attention,
@@ -26,6 +28,7 @@ from .attention import (
 from .compiling.compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
 from .compiling.cross_layer_fusion import fuse_across_layers
 from .sparse_attention import unread_mask
+from .state_layers import StepStates, taking_states
 
 
 class Forward:
@@ -42,13 +45,15 @@ class Forward:
         storage: Mapping[int, LayerKV],
         as_op: bool,
         batch_invariance: BatchInvariance = "tuned",
+        states: Mapping[StateKey, StateSlots] | None = None,
     ):
-        """batch_invariance: the mode for which layers are compiled."""
+        """batch_invariance: the mode for which layers are compiled. states: of layers that keep one"""
         self.model = model
         self.layers = layers
         self.storage = storage
         self.as_op = as_op
         self._mask = unread_mask(model, model.device)
+        self.states = states or {}
         self._batch_invariance = batch_invariance
         self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
 
@@ -60,7 +65,8 @@ class Forward:
         if self.as_op:
             return self._run_with_op(token_ids, metadata.positions, step, logits_indices)
         is_column = logits_indices is None
-        logits = self._run(token_ids, metadata.positions, step, logits_indices, int(is_column))
+        with taking_states(StepStates(self.states, metadata)):
+            logits = self._run(token_ids, metadata.positions, step, logits_indices, int(is_column))
         return logits.flatten(0, 1)
 
     def compile(self) -> None:

@@ -13,7 +13,10 @@ from ...base.errors import UserError
 from ...layouts.kv.attention_chunks import ChunkedLayerKV, refuse_chunk
 from ...layouts.kv.format import KV_FORMATS, KVFormat
 from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
-from .attention import AttentionLayer
+from ...layouts.states.all_states import STATE_FORMATS
+from ...layouts.states.slots import StateSlots
+from ...layouts.states.state_format import StateKey, StateShape
+from .attention import AttentionLayer, ServedLayers
 from .options import EngineOptions
 from .sequence import Sequence
 
@@ -39,6 +42,7 @@ class KVPool:
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
+        states: Mapping[StateKey, StateShape] | None = None,
     ):
         self.page_size = page_size
         self.num_pages = num_pages
@@ -54,6 +58,11 @@ class KVPool:
                 on_gpu = device.type == "cuda"
                 self.layers[index] = ChunkedLayerKV(self.layers[index], layer.chunk, on_gpu, workspaces)
         """Storage by layer index."""
+        self.states = {
+            key: StateSlots(STATE_FORMATS[key.name], shape, max_num_seqs, device)
+            for key, shape in (states or {}).items()
+        }
+        """Slots of layers that keep a state; a request's is at its row."""
         self.block_table = np.zeros((max_num_seqs, max_pages), np.int32)
         """The pages of each running request by its row, followed by page 0."""
         self._free_pages = list(range(num_pages, 0, -1))
@@ -105,7 +114,7 @@ def pages_for(length: int, page_size: int) -> int:
 
 
 def build_pool(
-    layers: dict[int, AttentionLayer],
+    layers: ServedLayers,
     options: EngineOptions,
     max_model_len: int,
     scales: Mapping[int, KVScales],
@@ -115,10 +124,25 @@ def build_pool(
     kv_format = KV_FORMATS[options.kv_format]
     page_size = options.page_size or kv_format.page_size(device)
     num_pages = pool_pages(
-        layers, kv_format, page_size, options.kv_cache_tokens, options.max_num_seqs, max_model_len, device
+        layers.attention,
+        kv_format,
+        page_size,
+        options.kv_cache_tokens,
+        options.max_num_seqs,
+        max_model_len,
+        device,
+        layers.state_bytes,
     )
     return KVPool(
-        layers, kv_format, scales, num_pages, page_size, options.max_num_seqs, max_model_len, device
+        layers.attention,
+        kv_format,
+        scales,
+        num_pages,
+        page_size,
+        options.max_num_seqs,
+        max_model_len,
+        device,
+        layers.states,
     )
 
 
@@ -130,12 +154,16 @@ def pool_pages(
     max_num_seqs: int,
     max_model_len: int,
     device: torch.device,
+    state_bytes: int = 0,
 ) -> int:
-    """Pages for kv_cache_tokens if given, else for max_num_seqs full contexts or as many as fit."""
+    """Pages for kv_cache_tokens if given, else for max_num_seqs full contexts or as many as fit.
+
+    state_bytes: what a request's states take in all layers
+    """
     full_context = pages_for(max_model_len, page_size)
     shapes = [layer.shape for layer in layers.values()]
     page_bytes = sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes)
-    row_bytes = sum(kv_format.bytes_per_request(shape) for shape in shapes)
+    row_bytes = state_bytes + sum(kv_format.bytes_per_request(shape) for shape in shapes)
     free = free_memory(device) - (max_num_seqs + 1) * row_bytes
     if kv_cache_tokens is not None:
         num_pages = kv_cache_tokens // page_size

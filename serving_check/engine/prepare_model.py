@@ -11,20 +11,21 @@ from ...layouts.choosing.linear_packing import pack_fastest, pack_linears
 from ...layouts.kv.format import require_batch_invariance
 from ...layouts.modules.experts import pack_unquantized_experts
 from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
-from .attention import AttentionLayer, attention_layers, unsupported
+from .attention import ServedLayers, attention_layers, served_layers
 from .compiling.compiled_layers import restore_layers
 from .options import EngineOptions
 from .other_products import other_products
+from .unsupported import unsupported
 
 
-def prepare_model(model: PreTrainedModel, options: EngineOptions) -> dict[int, AttentionLayer]:
-    """Change the model in place, and return its attention layers by index.
+def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayers:
+    """Change the model in place, and return what its layers keep.
 
     UserError if the options ask for batch invariance that this model, device or KV format cannot have.
     """
     model.eval()
     restore_layers(model)
-    layers = attention_layers(model)
+    layers = served_layers(model)
     on_gpu, is_invariant = model.device.type == "cuda", options.batch_invariance != TUNED
     require_batch_invariance(options.kv_format, options.batch_invariance, model.device)
     if on_gpu or is_invariant:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from ....layouts.kv.format import KV_FORMATS
 from ....layouts.kv.layer import KVScales
-from ..attention import attention_layers
+from ..attention import served_layers
 from ..compiling.cuda_graphs import CudaGraphs
 from ..forward import Forward
 from ..kv_pool import KVPool, pages_for
@@ -38,15 +38,17 @@ class StoredKVModel(nn.Module):
     ):
         super().__init__()
         self.model, self.batch = model, batch
-        layers = attention_layers(model)
+        layers = served_layers(model)
         stored, device = KV_FORMATS[kv_format], model.device
         page_size = stored.page_size(device)
         pages = batch * pages_for(max_tokens, page_size)
-        self.pool = KVPool(layers, stored, scales, pages, page_size, batch, max_tokens, device)
+        self.pool = KVPool(
+            layers.attention, stored, scales, pages, page_size, batch, max_tokens, device, layers.states
+        )
         self.step_buffers = StepBuffers(
             self.pool.block_table, page_size, max_tokens, device, static=device.type == "cuda"
         )
-        self._run = Forward(model, layers, self.pool.layers, as_op=False)
+        self._run = Forward(model, layers.attention, self.pool.layers, as_op=False, states=self.pool.states)
         self._graphs: CudaGraphs[Tensor] | None = CudaGraphs() if self.step_buffers.static else None
         """Graphs of decode steps by shape, since launches take longer than the kernels."""
 

@@ -13,7 +13,6 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     Qwen3Config,
-    Qwen3NextConfig,
 )
 
 VOCABULARY = 256
@@ -258,10 +257,6 @@ def test_a_context_longer_than_the_models_is_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16),
-            "Qwen3NextForCausalLM: it has layers of type 'linear_attention'",
-        ),
         (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1), "MambaForCausalLM: "),
         (
             FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1),

@@ -1,0 +1,86 @@
+"""What a state format is: how a layer computes its output and its state of a request, by token and by chunk.
+
+A state is what recurrent layers keep instead of keys and values; its size does not grow with the context.
+Every running request has one slot in each such layer, at its row. Not for particular formats; `all_states.py`
+registers those.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One layer's state of one request."""
+
+    dims: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_request(self) -> int:
+        return math.prod(self.dims) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateInputs:
+    """The base of a format's inputs: tensors of a token each, [T, ...], and parameters of the layer."""
+
+    @classmethod
+    def parameters(cls) -> frozenset[str]:
+        """Names of the fields that belong to the layer, not to tokens."""
+        return frozenset()
+
+    def part(self, tokens: slice) -> Self:
+        """The inputs of some of the tokens."""
+        cut = {
+            field.name: getattr(self, field.name)[tokens]
+            for field in fields(self)
+            if field.name not in self.parameters() and getattr(self, field.name) is not None
+        }
+        return replace(self, **cut)
+
+
+Inputs = TypeVar("Inputs", bound=StateInputs, contravariant=True)
+
+
+class StateFormat(Protocol[Inputs]):
+    """How a kind of layer computes its output and its next state. The reference, in plain torch."""
+
+    def shape(self, inputs: Inputs) -> StateShape:
+        """The shape of a request's state in a layer that has these inputs."""
+
+    def step(self, inputs: Inputs, states: Tensor) -> Tensor:
+        """One token for each of B requests: outputs [B, ...]. `states` [B, *dims] change in place.
+
+        This defines the format. A state of zeros is that before the first token.
+        """
+
+    def scan(self, inputs: Inputs, state: Tensor) -> Tensor:
+        """T consecutive tokens of one request: outputs [T, ...]. `state` [*dims] changes in place.
+
+        The same as T steps up to rounding, wherever a prompt is cut.
+        """
+
+
+Scanned = TypeVar("Scanned", bound=StateInputs)
+
+
+def scan_by_steps(state_format: StateFormat[Scanned], inputs: Scanned, tokens: int, state: Tensor) -> Tensor:
+    """A scan one token at a time, for formats that have no faster one."""
+    steps = [state_format.step(inputs.part(slice(at, at + 1)), state[None]) for at in range(tokens)]
+    return torch.cat(steps)
+
+
+@dataclass(frozen=True)
+class StateKey:
+    """Which of a model's states."""
+
+    layer: int
+    name: str
+    """The state format's."""
+    index: int = 0
+    """For layers that have several states of one format."""

@@ -1,0 +1,239 @@
+"""Layers with a state, such as linear attention and Mamba, over slots of our own.
+
+transformers' modules ask a cache for their state, and pass it to a function that computes one more token.
+This function is the seam: a module's own forward runs as if every token were the next one of some request,
+but it calls our functions instead of transformers', and ours know which token belongs to which request. Not
+for the arithmetic, which is in `layouts/states/`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType, MethodType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from ...layouts.kv.attention_metadata import AttentionMetadata
+from ...layouts.states.all_states import STATE_FORMATS
+from ...layouts.states.gated_delta_rule import DeltaInputs
+from ...layouts.states.mamba1 import Mamba1Inputs
+from ...layouts.states.mamba2 import Mamba2Inputs
+from ...layouts.states.short_convolution import ConvolutionInputs
+from ...layouts.states.slots import StateSlots
+from ...layouts.states.state_format import StateInputs, StateKey, StateShape
+from .unsupported import unsupported
+
+CACHES = ("cache_params", "past_key_values")
+"""What transformers calls the argument of a forward that is its cache."""
+ASKS_FOR_STATES = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
+
+
+class States(Protocol):
+    """Takes the state calls of a forward pass."""
+
+    def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        """Outputs [T, ...] of a step's T tokens. like: a tensor [T, ...] with the outputs' dtype."""
+
+
+_STATES: ContextVar[States] = ContextVar("the states of the step that a forward pass is computing")
+
+
+@contextmanager
+def taking_states(states: States) -> Iterator[None]:
+    """Within it, layers with a state call `states`."""
+    token = _STATES.set(states)
+    try:
+        yield
+    finally:
+        _STATES.reset(token)
+
+
+class StepStates:
+    """The states of one step: its metadata, and the slots of every layer."""
+
+    def __init__(self, slots: Mapping[StateKey, StateSlots], metadata: AttentionMetadata):
+        self.slots, self.metadata = slots, metadata
+
+    def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        return self.slots[key].forward(inputs, len(like), like, self.metadata)
+
+
+class StateObserver:
+    """Records the shape of every state; outputs are those of tokens that are each the first of a request."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[StateKey, StateShape] = {}
+
+    def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        if key in self.shapes:
+            raise unsupported("this model", f"layer {key.layer} computes its state more than once")
+        state_format = STATE_FORMATS[key.name]
+        shape = self.shapes[key] = state_format.shape(inputs)
+        states = torch.zeros((len(like), *shape.dims), dtype=shape.dtype, device=like.device)
+        return state_format.step(inputs, states)
+
+
+class _State:
+    """Stands for a layer's state where transformers passes it on; any other use of it is refused."""
+
+    def __init__(self, module: nn.Module, layer: int, index: int):
+        self.module, self.layer, self.index = module, layer, index
+
+    def compute(self, name: str, inputs: StateInputs, like: Tensor) -> Tensor:
+        return _STATES.get().compute(StateKey(self.layer, name, self.index), inputs, like)
+
+    def to(self, *_: Any, **__: Any) -> "_State":
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise unsupported(
+            "this model",
+            f"a layer uses its state in {getattr(func, '__name__', func)}, which is unknown here",
+        )
+
+
+class _Cache:
+    """What a module takes for its cache."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> _State:
+        return _State(self._module, layer_idx, state_idx)
+
+    get_recurrent_state = get_conv_state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_recurrent_state(self, *_: Any, **__: Any) -> None:
+        """The slots have changed already."""
+
+
+def _convolution(state: _State, given: Mapping[str, Any]) -> Tensor:
+    x = given["hidden_states"][:, :, 0]
+    output = state.compute("short_convolution", ConvolutionInputs(x, given["weight"], given.get("bias")), x)
+    activation = given.get("activation")
+    return (output if activation is None else ACT2FN[activation](output))[:, :, None]
+
+
+def _delta_rule(state: _State, given: Mapping[str, Any]) -> tuple[Tensor, _State]:
+    if not given.get("use_qk_l2norm_in_kernel"):
+        raise unsupported("this model", "its gated delta rule does not normalize queries and keys")
+    names = ("query", "key", "value", "g", "beta")
+    inputs = DeltaInputs(*(given[name][:, 0] for name in names))
+    return state.compute("gated_delta_rule", inputs, inputs.value)[:, None], state
+
+
+def _mamba2(state: _State, given: Mapping[str, Any]) -> Tensor:
+    x, a, d = given["hidden_states"], given["A"], given.get("D")
+    step = _step_size(given["dt"][..., 0], given, lambda bias: bias[:, 0])
+    # Prompts are scanned with these limits, so all tokens are: one that is computed again stays what it was.
+    low, high = getattr(state.module, "time_step_limit", (0.0, float("inf")))
+    inputs = Mamba2Inputs(
+        x, step.clamp(low, high), given["B"], given["C"], a[:, 0, 0], None if d is None else d[:, 0]
+    )
+    return _gated(state.compute("mamba2", inputs, x), given)
+
+
+def _mamba1(state: _State, given: Mapping[str, Any]) -> Tensor:
+    x = given["hidden_states"]
+    step = _step_size(given["dt"], given, lambda bias: bias)
+    inputs = Mamba1Inputs(x, step, given["B"], given["C"], given["A"], given.get("D"))
+    return _gated(state.compute("mamba1", inputs, x), given)
+
+
+def _step_size(dt: Tensor, given: Mapping[str, Any], bias_of: Callable[[Tensor], Tensor]) -> Tensor:
+    if given.get("dt_bias") is not None:
+        dt = dt + bias_of(given["dt_bias"]).to(dt.dtype)
+    return functional.softplus(dt) if given.get("dt_softplus") else dt
+
+
+def _gated(output: Tensor, given: Mapping[str, Any]) -> Tensor:
+    gate = given.get("z")
+    return output if gate is None else output * functional.silu(gate)
+
+
+FUNCTIONS: dict[str, tuple[str, Callable[[_State, Mapping[str, Any]], Any]]] = {
+    "causal_conv1d_update": ("conv_state", _convolution),
+    "torch_recurrent_gated_delta_rule": ("initial_state", _delta_rule),
+    "recurrent_kimi_delta_attention": ("initial_state", _delta_rule),
+    "mamba2_selective_state_update": ("state", _mamba2),
+    "mamba_selective_state_update": ("state", _mamba1),
+}
+"""transformers' functions that compute one token: their argument that is the state, and ours."""
+
+
+def keeps_a_state(module: nn.Module) -> bool:
+    """Whether the module's forward asks a cache for a state."""
+    return bool(ASKS_FOR_STATES & set(_names(module)))
+
+
+def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
+    """Once for a model: its layers with states use ours, inside an engine. UserError for unknown kinds."""
+    for module in model.modules():
+        if keeps_a_state(module) and "forward" not in module.__dict__:
+            module.forward = MethodType(_hooked_forward(module, architecture), module)  # type: ignore[method-assign]
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _hooked_forward(module: nn.Module, architecture: str) -> Callable[..., Any]:
+    plain = type(module).forward
+    written = inspect.unwrap(plain)
+    ours = {
+        name: _with_our_state(written.__globals__[name], *FUNCTIONS[name])
+        for name in _names(module)
+        if name in FUNCTIONS
+    }
+    signature = inspect.signature(written)
+    cache = next((name for name in CACHES if name in signature.parameters), None)
+    if not ours or cache is None:
+        raise unsupported(architecture, f"{type(module).__name__} keeps a state of an unknown kind")
+    hooked = FunctionType(
+        written.__code__,
+        written.__globals__ | ours,
+        written.__name__,
+        written.__defaults__,
+        written.__closure__,
+    )
+    hooked.__kwdefaults__ = written.__kwdefaults__
+    named = [
+        name for name, parameter in signature.parameters.items() if parameter.kind != parameter.VAR_KEYWORD
+    ]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _STATES.get(None) is None:
+            return plain(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        known = {name: given[name] for name in named[1:] if name in given and name != "attention_mask"}
+        hidden = known.pop(named[1])
+        is_row = hidden.shape[0] == 1
+        output = hooked(self, hidden.transpose(0, 1) if is_row else hidden, **known | {cache: _Cache(self)})
+        return output.transpose(0, 1) if is_row else output
+
+    return forward
+
+
+def _with_our_state(
+    theirs: Callable[..., Any], state_name: str, ours: Callable[..., Any]
+) -> Callable[..., Any]:
+    signature = inspect.signature(theirs)
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return ours(given[state_name], given)
+
+    return call
