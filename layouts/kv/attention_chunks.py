@@ -10,7 +10,6 @@ With chunks of 4 tokens, a prefill chunk of tokens 2 .. 9 becomes three contexts
                  2 3   0 1 2 3   0 1     positions in the new contexts
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,8 +31,12 @@ class ChunkedLayerKV:
         workspaces: those of the pool, whose layers with chunks of one size share a step's metadata
         """
         self.storage = storage
-        rewrite = tensors_in_chunks if on_gpu else host_in_chunks
-        self._step = workspaces.get((_Step, chunk), lambda: _Step(rewrite, chunk))
+        self._chunk = chunk
+        self._rewrite = tensors_in_chunks if on_gpu else host_in_chunks
+        self._step = workspaces.get((_Step, chunk), _Step)
+        # The first layer rewrites every step: a CUDA graph has the same metadata each time it is replayed.
+        self._is_first = not self._step.has_layers
+        self._step.has_layers = True
 
     def forward(
         self,
@@ -44,22 +47,17 @@ class ChunkedLayerKV:
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        return self.storage.forward(query, key, value, self._step.in_chunks(metadata), options, sinks)
+        if self._is_first or self._step.metadata is None:
+            self._step.metadata = self._rewrite(metadata, self._chunk)
+        return self.storage.forward(query, key, value, self._step.metadata, options, sinks)
 
 
 @dataclass
 class _Step:
-    """The metadata of one step, rewritten by the first layer that asks."""
+    """The metadata of the step that runs, as its first layer has rewritten it."""
 
-    rewrite: Callable[[AttentionMetadata, int], AttentionMetadata]
-    chunk: int
-    whole: AttentionMetadata | None = None
-    rewritten: AttentionMetadata | None = None
-
-    def in_chunks(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        if self.rewritten is None or metadata is not self.whole:
-            self.whole, self.rewritten = metadata, self.rewrite(metadata, self.chunk)
-        return self.rewritten
+    metadata: AttentionMetadata | None = None
+    has_layers: bool = False
 
 
 def refuse_chunk(chunk: int, page_size: int, device: torch.device) -> None:

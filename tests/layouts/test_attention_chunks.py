@@ -147,6 +147,24 @@ def test_kernels_read_chunks_as_contexts():
     assert (plain - found).abs().max() > 0.1
 
 
+def test_a_step_with_the_metadata_of_the_one_before_is_rewritten():
+    """As CUDA graphs have it, whose arrays are written anew at the same addresses."""
+    lengths = []
+
+    class Storage:
+        def forward(self, query, key, value, metadata, options, sinks):
+            lengths.append(metadata.decode_seq_lens.tolist())
+            return query
+
+    workspaces, metadata = Workspaces(), step([299, 127, 128, 0], list(LENGTHS), 4, True)
+    layers = [ChunkedLayerKV(Storage(), CHUNK, True, workspaces) for _ in range(2)]
+    for tokens in ([300, 128, 129, 1], [301, 129, 130, 2]):
+        metadata.decode_seq_lens.copy_(torch.tensor(tokens))
+        for layer in layers:
+            layer.forward(torch.zeros(4, HEADS, DIM), None, None, metadata, OPTIONS, None)
+    assert lengths == [[44, 128, 1, 1]] * 2 + [[45, 1, 2, 2]] * 2
+
+
 def test_chunks_that_are_no_whole_pages_are_refused():
     with pytest.raises(UserError, match="chunks of whole pages, 16 tokens each"):
         refuse_chunk(24, 16, CPU)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from scalegate.layouts.kv.attention_chunks import ChunkedLayerKV
 from scalegate.layouts.kv.cuda import CudaLayerKV
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.kvarn.cpu import KVarNCpuLayerKV
@@ -107,7 +108,7 @@ def prompts() -> list[list[int]]:
 
 def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     """An engine built for the CPU, given the runner and the pages it would have on a GPU."""
-    options = EngineOptions(**SIZES, **{"page_size": 16, **sizes})
+    options = EngineOptions(**{**SIZES, "page_size": 16, **sizes})
     if options.batch_invariance != "tuned":
         model = copy.deepcopy(model)  # whose linear layers are replaced
     engine = Engine(model, options, frozenset())
@@ -115,14 +116,16 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     size, workspaces = PoolSize(0, pool.page_size, *pool.block_table.shape), Workspaces()
     layers = attention_layers(model)
     for index, layer in pool.layers.items():
-        shape = layers[index].shape
+        shape, chunk = layers[index].shape, layers[index].chunk
         if isinstance(layer, KVarNCpuLayerKV):
             pool.layers[index] = KVarNCudaLayerKV(layer.storage, shape.padded(), size, workspaces)
             continue
-        stored = layer.stored
+        stored = layer.storage.stored if isinstance(layer, ChunkedLayerKV) else layer.stored
         sides = (stored.key_pages, stored.value_pages, stored.key_scale, stored.value_scale)
         heads_first = (None if side is None else side.transpose(1, 2).contiguous() for side in sides)
         pool.layers[index] = CudaLayerKV(StoredPages(*heads_first), shape, size, workspaces)
+        if isinstance(layer, ChunkedLayerKV):
+            pool.layers[index] = ChunkedLayerKV(pool.layers[index], chunk, True, workspaces)
     buckets, chunk = (1, SIZES["max_num_seqs"]), engine.scheduler.prefill_chunk
     engine.runner = CudaRunner(
         model, layers, pool, buckets, chunk, compiled=False, batch_invariance=options.batch_invariance
@@ -152,4 +155,35 @@ def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):
     params = [SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **settings) for settings in asked]
     expected = Engine(model, EngineOptions(**SIZES), frozenset()).generate(prompts, params)
     answers = engine_on_kernels(model, **WAYS["overlapped"]).generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+
+
+@pytest.mark.exhaustive
+def test_contexts_of_several_chunks_have_the_tokens_of_the_cpu_engine():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama4_text",
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        vocab_size=256,
+        max_position_embeddings=256,
+        attention_chunk_size=128,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    numbers = random.Random(1)
+    # One prompt crosses a chunk's end while it is read, one while it is answered.
+    prompts = [[numbers.randrange(256) for _ in range(length)] for length in (150, 127)]
+    sizes = {"max_num_seqs": 2, "max_model_len": 160}
+    expected = Engine(copy.deepcopy(model), EngineOptions(**sizes), frozenset()).generate(prompts, GREEDY)
+    engine = engine_on_kernels(model, **sizes, prefill_chunk=100)
+    assert any(isinstance(layer, ChunkedLayerKV) for layer in engine.pool.layers.values())
+    engine._overlapped = True
+    answers = engine.generate(prompts, GREEDY)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
