@@ -1,0 +1,213 @@
+"""INT4 products on this CPU beside bf16 ones, at M from 1 to 512, and the memory's copy bandwidth.
+
+    python -P tests/bench/layouts/int4_cpu.py [--threads 2 1] [--group-size 128] [--seconds 1]
+
+Shapes are those of the 5M and 29M example models, merged as they are served, and 4096x4096. The calls are a
+model's: as many copies of a weight as make up the model, so that bf16 weights of the 29M do not fit into a
+last cache of 32 MB and INT4 ones do. All are interleaved, and the time is the smallest of many samples, each
+the mean over calls of a third of a millisecond: a neighbour on a busy machine disturbs longer ones too often.
+bf16 is torch's `F.linear`, and oneDNN's product with a weight in its own blocks. Writes int4_cpu.json and
+int4_cpu.md in results/layouts. Not for choosing layouts, which `layouts_cpu.py` shows.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from scalegate.base.atomic_files import write_json
+from scalegate.base.installed import kernel_versions
+from scalegate.layouts.choosing.plan import device_name
+from scalegate.layouts.choosing.timing import Call
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem
+from torch import Tensor
+from torch.nn import functional
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[1] / "results" / "layouts"
+MS = (1, 2, 4, 8, 16, 32, 128, 512)
+BF16 = ("bf16 F.linear", "bf16 oneDNN blocks")
+COPY_BYTES = 64 << 20
+SAMPLE_SECONDS = 0.0003
+LEAST_TURNS = 20
+NOISE = """
+Where a product takes milliseconds and its neighbours microseconds, other processes held one of its threads in
+every sample: such a figure says nothing about the kernel. One thread is disturbed less than two."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """copies: as many as a model has layers, or more than any cache holds"""
+
+    name: str
+    n: int
+    k: int
+    copies: int
+
+
+PRODUCTS = (
+    Product("5M q+k+v", 512, 256, 16),
+    Product("5M gate+up", 1536, 256, 8),
+    Product("5M down", 256, 768, 16),
+    Product("29M q+k+v", 1536, 512, 32),
+    Product("29M o", 512, 1024, 48),
+    Product("29M gate+up", 3584, 512, 14),
+    Product("29M down", 512, 1792, 28),
+    Product("4096x4096", 4096, 4096, 8),
+)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by torch's copy of a buffer that no cache holds."""
+    source, target = (torch.zeros(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(100):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return 2 * COPY_BYTES / min(seconds)
+
+
+def repeated(weights: list[Tensor], product: Callable[[Tensor, Tensor], object], x: Tensor) -> Call:
+    return lambda copy: product(x, weights[copy])
+
+
+def of_layout(layout: Layout, packed: list[PackedWeight], x: Tensor) -> Call:
+    return lambda copy: layout.matmul(x, packed[copy])
+
+
+def onednn(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+
+
+def cloned(packed: PackedWeight) -> PackedWeight:
+    return replace(packed, tensors={name: tensor.clone() for name, tensor in packed.tensors.items()})
+
+
+class Contestant:
+    """A call on copy after copy, for SAMPLE_SECONDS at a time."""
+
+    def __init__(self, call: Call, copies: int):
+        self.call, self.copies, self.at, self.calls = call, copies, 0, 1
+        once = min(self.sample() for _ in range(max(10, copies)))
+        self.calls = max(1, min(copies, round(SAMPLE_SECONDS / once)))
+
+    def sample(self) -> float:
+        """Seconds of a call."""
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self.call(self.at)
+            self.at = (self.at + 1) % self.copies
+        return (time.perf_counter() - start) / self.calls
+
+
+def smallest_microseconds(calls: Mapping[str, Call], copies: int, seconds: float) -> dict[str, float]:
+    contestants = {name: Contestant(call, copies) for name, call in calls.items()}
+    best = dict.fromkeys(contestants, float("inf"))
+    deadline, turns = time.monotonic() + seconds, 0
+    while turns < LEAST_TURNS or time.monotonic() < deadline:
+        for name, contestant in contestants.items():
+            best[name] = min(best[name], contestant.sample())
+        turns += 1
+    return {name: 1e6 * value for name, value in best.items()}
+
+
+def measure(product: Product, group_size: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Microseconds by contestant and M."""
+    problem = Problem(Int4(group_size), product.n, product.k, torch.bfloat16, CPU)
+    weight = problem.spec.random(product.n, product.k, CPU)
+    dense = [weight.dequantize(torch.bfloat16) for _ in range(product.copies)]
+    blocks = [torch.ops.mkldnn._reorder_linear_weight(one, None) for one in dense]
+    layouts = {
+        name: [cloned(layout.pack(weight, torch.bfloat16)) for _ in range(product.copies)]
+        for name, layout in LAYOUTS.items()
+        if name.startswith("cpu_int4") and layout.refuses(problem) is None and not name.endswith("_float32")
+    }
+    times: dict[str, dict[str, float]] = {}
+    for m in MS:
+        x = torch.randn(m, product.k).bfloat16()
+        calls = {
+            BF16[0]: repeated(dense, functional.linear, x),
+            BF16[1]: repeated(blocks, onednn, x),
+        } | {name: of_layout(LAYOUTS[name], packed, x) for name, packed in layouts.items()}
+        with torch.inference_mode():
+            found = smallest_microseconds(calls, product.copies, seconds)
+        for name, microseconds in found.items():
+            times.setdefault(name, {})[str(m)] = round(microseconds, 2)
+    return times
+
+
+def lines(rows: list[dict], bandwidth: Mapping[int, float]) -> list[str]:
+    """The table in Markdown: microseconds of the better bf16, and how many times faster INT4 is."""
+    text = [f"Copy bandwidth: {', '.join(f'{n} threads {b / 1e9:.1f} GB/s' for n, b in bandwidth.items())}."]
+    text += ["", "| shape | threads | | " + " | ".join(f"M={m}" for m in MS) + " |"]
+    text += ["|---|---|---|" + "---|" * len(MS)]
+    for row in rows:
+        times, head = row["microseconds"], f"| {row['product']} | {row['threads']} |"
+        best = {str(m): min(times[name][str(m)] for name in BF16) for m in MS}
+        for name in BF16:
+            text.append(f"{head} {name}, µs | " + " | ".join(f"{times[name][str(m)]:.1f}" for m in MS) + " |")
+        for name in times:
+            if name not in BF16:
+                ratios = [f"{best[str(m)] / times[name][str(m)]:.2f}×" for m in MS]
+                text.append(f"{head} {name} over the better | " + " | ".join(ratios) + " |")
+        if row["shape"] == [4096, 4096]:
+            for name in times:
+                if name not in BF16:
+                    share = row["int4_bytes"][name] / (times[name]["1"] / 1e6) / bandwidth[row["threads"]]
+                    text.append(f"{head} {name}, share of the copy bandwidth | {share:.0%} |" + " |" * 7)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads(), 1])
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and M")
+    parser.add_argument("--only", default="", help="a part of the products' names")
+    options = parser.parse_args()
+    rows: list[dict] = []
+    bandwidth: dict[int, float] = {}
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for product in PRODUCTS:
+            if options.only not in product.name:
+                continue
+            # The most that was seen: a busy machine shows less at times.
+            bandwidth[threads] = max(bandwidth.get(threads, 0), copy_bandwidth())
+            weight = Int4(options.group_size).random(product.n, product.k, CPU)
+            times = measure(product, options.group_size, options.seconds)
+            sizes = {
+                name: LAYOUTS[name].pack(weight, torch.bfloat16).nbytes for name in times if name in LAYOUTS
+            }
+            row = {"product": product.name, "shape": [product.n, product.k], "threads": threads}
+            rows.append(row | {"int4_bytes": sizes, "microseconds": times})
+            print("\n".join(lines(rows[-1:], bandwidth)[4:]), flush=True)
+            write(rows, bandwidth, options.group_size)
+
+
+def write(rows: list[dict], bandwidth: Mapping[int, float], group_size: int) -> None:
+    """What has been measured so far."""
+    result = {
+        "device": device_name(CPU),
+        "versions": kernel_versions(),
+        "group_size": group_size,
+        "copy_bytes_a_second": bandwidth,
+        "load_average": round(os.getloadavg()[0], 1),
+        "rows": rows,
+    }
+    write_json(RESULTS / "int4_cpu.json", result)
+    head = f"{device_name(CPU)}, INT4 g{group_size}, load average {result['load_average']}"
+    text = [f"{head}.", NOISE, "", *lines(rows, bandwidth)]
+    (RESULTS / "int4_cpu.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
