@@ -52,8 +52,11 @@ class CalibratedWeight:
         losses = [output_error(dequantized, target, curvature) for dequantized in values]
         index = min(reversed(range(len(losses))), key=losses.__getitem__)
         weight = candidates[index].weight.to("cpu")
-        error = float((values[index] - original).square().sum(1).sum(dtype=torch.float64))
-        quantized = QuantizedWeight(weight, error, candidates[index].squared_norm)
+        error, norm = (
+            float(numbers.square().sum(1).sum(dtype=torch.float64))
+            for numbers in (values[index] - original, original)
+        )
+        quantized = QuantizedWeight(weight, error, norm)
         return cls(quantized, losses[0] if before is None else before, losses[index])
 
 

@@ -36,6 +36,8 @@ from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.records.recipe_fields import AWQ_GPTQ, GPTQ
 from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.held_out import read_held_out
+from scalegate.pipeline.validation.weights import compare_weights
+from scalegate.serving_check.checks.weights import check_weights
 from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -371,3 +373,12 @@ def test_what_no_method_rounds_is_refused_by_name(
     export = "torchao" if isinstance(spec, Int4) else None
     with pytest.raises(UserError, match=said):
         quantize(example_checkpoint, Recipe("r", spec=spec, method=GPTQ), tmp_path / "o", export=export)
+
+
+def test_errors_are_recorded_against_the_source_in_later_layers_too(small: Path, tmp_path: Path) -> None:
+    """A later layer is rounded for weights that make up for earlier ones; its error is not of those."""
+    artifact = quantize(small, RECIPE, tmp_path / "out", progress=False)
+    found = compare_weights(
+        open_checkpoint(tmp_path / "out"), open_checkpoint(small), artifact, progress=False
+    )
+    assert found is not None and check_weights(found.figures).status == "pass"
