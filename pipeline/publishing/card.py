@@ -3,6 +3,7 @@
 Nothing here measures anything, and what nobody measured or declared is left out, or said to be missing.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ...serving_check.gate.policy import first_lines_of
 from ..checkpoints.config_sections import refuse_malformed
 from ..quantization.calibration.calibration_names import CALIBRATION
 from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
-from ..records.engine_commands import engines
+from ..records.engine_commands import TRANSFORMERS, VLLM, VLLM_FAILS, engines
 from ..records.sensitivity_table import plain_weights
 from ..report.names import BADGE_NAME
 from ..report.table import held_out_text
@@ -45,6 +46,7 @@ from .markdown import code, fence, plain
 from .reproduce import ADOPTED, recipe_file, reproduce
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
+PACKED_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight_packed$")
 BADGE = f"{REPORT_FOLDER}/{BADGE_NAME}"
 
 
@@ -80,7 +82,8 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
     section = config.get("quantization_config") or {}
     method = section.get("quant_method")
     quantization, short_name = artifact.quantization, name.split("/")[-1]
-    auto_class, reason = _by_transformers(folder, config.get("model_type"))
+    model_type = config.get("model_type")
+    unread = unread_by(folder, model_type)
     return {
         "front_matter": front_matter(artifact, method, verdict.scores, short_name),
         "name": short_name,
@@ -96,20 +99,33 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
         "size": size_phrase(sum(r.size for n, r in artifact.files.items() if n.endswith(".safetensors"))),
         "licence": licence_of(artifact.base_metadata),
         "licence_files": licence_files(artifact),
-        "engines": engines(name, method, artifact.kv_cache, auto_class, _has_zero_points(section)),
-        "transformers_fails": reason,
+        "engines": engines(
+            name, method, artifact.kv_cache, _auto_class(model_type), _has_zero_points(section), unread
+        ),
+        "unread": unread,
     }
 
 
-def _by_transformers(folder: Path, model_type: str | None) -> tuple[str | None, str | None]:
-    """transformers' class for the release; or None, and why transformers does not load it."""
+def _auto_class(model_type: str | None) -> str:
     # What only signs or digests need not wait for transformers.
-    from ..checkpoints.checkpoint import open_checkpoint
-    from ..model_loader.loaded_by_transformers import why_transformers_fails
     from ..model_loader.skeleton import auto_class_name
 
-    reason = why_transformers_fails(open_checkpoint(folder)) if model_type is not None else None
-    return (auto_class_name(model_type), None) if reason is None else (None, reason)
+    return auto_class_name(model_type)
+
+
+def unread_by(folder: Path, model_type: str | None) -> dict[str, str]:
+    """The engines that cannot load the release, each with its reason."""
+    if model_type is None:
+        return {}
+    from ..checkpoints.checkpoint import open_checkpoint
+    from ..model_loader.loaded_by_transformers import why_transformers_fails
+
+    checkpoint, unread = open_checkpoint(folder), dict[str, str]()
+    if (reason := why_transformers_fails(checkpoint)) is not None:
+        unread[TRANSFORMERS] = reason
+    if model_type in VLLM_FAILS and any(PACKED_EXPERT.search(name) for name in checkpoint.tensors):
+        unread[VLLM] = VLLM_FAILS[model_type]
+    return unread
 
 
 def _has_zero_points(section: Mapping[str, Any]) -> bool:

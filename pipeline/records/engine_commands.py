@@ -3,7 +3,7 @@
 Only engines that read the checkpoint's convention are named; whether they are fast is for the gate to say.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ...serving_check.adapters.all_engines import ENGINES
@@ -18,6 +18,12 @@ TRANSFORMERS_NEEDS = {
 # meta device `PackedQuantizationCompressor.compress` leaves `weight_zero_point` unpacked, in another shape.
 # 5.17 to 5.22 load them. compressed-tensors 0.20 cannot unpack those of a layer with eight rows; 0.19 can.
 TRANSFORMERS_WITH_ZERO_POINTS = "'transformers<5.23' 'compressed-tensors<0.20'"
+TRANSFORMERS, VLLM = "transformers", "vLLM"
+"""What the titles of their commands begin with."""
+VLLM_FAILS = {
+    "gpt_oss": "its loader of gpt-oss (0.32) skips single experts, and their weights stay uninitialized",
+}
+"""By model type, for packed experts in compressed-tensors; read in `GptOssModel._load_weights_other`."""
 TEXT_CLASS = "AutoModelForCausalLM"
 KVARN = "kvarn_"
 KVARN_ENGINE = "vLLM with KVarN (https://github.com/huawei-csl/KVarN)"
@@ -27,13 +33,14 @@ def engines(
     name: str,
     method: str | None,
     kv_format: str = UNQUANTIZED,
-    auto_class: str | None = TEXT_CLASS,
+    auto_class: str = TEXT_CLASS,
     zero_points: bool = False,
+    unread: Collection[str] = (),
 ) -> list[CardCommand]:
     """The engines that load `name`, a Hub id or a folder, whose quantization method is `method` and which was
     made for keys and values in `kv_format`: those that Scalegate validates on, then others.
 
-    auto_class: transformers' class that it is loaded with; None where it does not load it
+    auto_class: transformers' class that it is loaded with; unread: engines that cannot load it
     """
     return [
         replace(
@@ -42,6 +49,7 @@ def engines(
         if words is None
         else replace(command, code=" ".join([command.code, *words]))
         for command, words in _commands(name, method, kv_format, auto_class, zero_points)
+        if not command.title.startswith(tuple(unread))
     ]
 
 
@@ -60,7 +68,7 @@ def _commands(
     name: str,
     method: str | None,
     kv_format: str,
-    auto_class: str | None = TEXT_CLASS,
+    auto_class: str = TEXT_CLASS,
     zero_points: bool = False,
 ) -> Iterator[tuple[CardCommand, Sequence[str] | None]]:
     """Each command, and its words for keys and values; None where the engine has no such format."""
@@ -70,8 +78,6 @@ def _commands(
             yield command, engine.kv_cache_words(kv_format)
     if kv_format.startswith(KVARN):
         yield CardCommand(KVARN_ENGINE, "sh", f"vllm serve {name}"), ("--kv-cache-dtype", kv_format)
-    if auto_class is None:
-        return
     requirement = TRANSFORMERS_NEEDS.get(method or "", "transformers")
     if zero_points:
         requirement = TRANSFORMERS_WITH_ZERO_POINTS

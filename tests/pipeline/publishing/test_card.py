@@ -275,7 +275,7 @@ def test_only_engines_that_read_the_convention_are_named(artifact):
     assert "sglang" not in text and "pip install transformers torchao" in text
 
 
-def test_what_transformers_needs_or_cannot_load_is_said(artifact, monkeypatch):
+def test_what_readers_need_or_cannot_load_is_said(artifact, monkeypatch):
     def with_weights(symmetric):
         section = {"quant_method": "compressed-tensors"}
         section["config_groups"] = {"group_0": {"weights": {"symmetric": symmetric}}}
@@ -285,10 +285,14 @@ def test_what_transformers_needs_or_cannot_load_is_said(artifact, monkeypatch):
     assert "(`pip install transformers compressed-tensors`)" in with_weights(symmetric=True)
     with_zero_points = with_weights(symmetric=False)
     assert "(`pip install 'transformers<5.23' 'compressed-tensors<0.20'`)" in with_zero_points
-    monkeypatch.setattr(card, "_by_transformers", lambda *_: (None, "it has no rule"))
+    unread = {"transformers": "it has no rule"}
+    monkeypatch.setattr(card, "unread_by", lambda *_: unread)
     refused = card_of(artifact)
     assert "transformers cannot load it: it has no rule." in refused
     assert "from_pretrained" not in refused and "vllm serve" in refused
+    unread["vLLM"] = "it skips experts"
+    refused = card_of(artifact)
+    assert "vLLM cannot load it: it skips experts." in refused and "vllm serve" not in refused
 
 
 def test_a_card_is_the_same_whenever_it_is_written(artifact):
