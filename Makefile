@@ -13,6 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Triton decides as it is imported whether kernels are interpreted.
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/interpreted
+# To collect the other files takes longer than some of these tests.
+ALONE := $(shell grep -rl "mark\.alone" tests --include="test_*.py")
 EXAMPLE := examples/qwen3-pycode-5m
 
 .PHONY: another-lock install example tutorial docs test most-tests test-all test-random test-isas test-pythons
@@ -42,7 +44,7 @@ docs: install
 test: install lint
 	$(MAKE) --no-print-directory -j 2 types most-tests
 	$(INTERPRETED) -m "not gpu and not exhaustive" $(PROCESSES) $(ORDER)
-	$(BIN)/pytest -m "alone and not gpu and not exhaustive" $(ORDER)
+	$(BIN)/pytest $(ALONE) -m "alone and not gpu and not exhaustive" $(ORDER)
 
 # mypy keeps one core busy, and these tests wait now and then.
 most-tests: install
@@ -52,7 +54,7 @@ most-tests: install
 test-all: test
 	$(BIN)/pytest -m "exhaustive and not gpu and not alone" $(PROCESSES)
 	$(INTERPRETED) -m "exhaustive and not gpu" $(PROCESSES)
-	$(BIN)/pytest -m "exhaustive and alone and not gpu"
+	$(BIN)/pytest $(ALONE) -m "exhaustive and alone and not gpu"
 
 # In a random order. Pytest prints the seed first: `make test-random SEED=7` repeats an order.
 test-random: export ORDER := -p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED)
