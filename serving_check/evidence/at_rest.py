@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from ..settings import DOCUMENTED
 
+PARTS_BEFORE = 4
+"""Parts of a burst before what may come between them."""
+
 
 @dataclass(frozen=True)
 class Rest:
@@ -57,5 +60,7 @@ class AtRestFigures:
     """Empty where the baseline's server was not up."""
     baseline_first: tuple[float, ...] = ()
     baseline_last: tuple[float, ...] = ()
+    between: int = 0
+    """Requests after the burst's fourth part, many in each HTTP request, where its parts have too few."""
     errors: tuple[str, ...] = ()
     """Of the first requests of the burst, and of the last repeats, that failed at the artifact's server."""

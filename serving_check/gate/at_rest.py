@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..adapters import Endpoint
 from ..adapters.prometheus_text import total
 from ..checks.in_use.drift import check_drift, shows_step
-from ..evidence.at_rest import AtRestFigures, BurstPart, Rest
+from ..evidence.at_rest import PARTS_BEFORE, AtRestFigures, BurstPart, Rest
 from ..evidence.measurement import MeasuredM, Repeat
 from ..settings import WorkloadSettings
 from ..statistics.decide import LOOKS, block_order
@@ -33,6 +33,12 @@ MOST_IN_A_PART = 400
 """Requests. With 8 parts, more than 3,000 in all where a server answers 200 a second."""
 FIRST_REQUESTS = 200
 """Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
+SEEN_REQUESTS = 3000
+"""Before the last parts of a burst. If the first ones have fewer, others come between, many in each HTTP
+request: a server takes these several times as fast."""
+PROMPTS_EACH = 32
+BETWEEN_S = 8.0
+"""Seconds that these take, at most."""
 FIRST_S = 0.75
 """Seconds that these take; twice as long at most."""
 BASELINE_SHARE = 0.15
@@ -90,6 +96,7 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
         last=(),
         baseline_burst=tuple(burst.baseline_parts),
         baseline_first=() if baseline is None else _throughputs(first.baseline[:compared]),
+        between=burst.between,
         errors=tuple(burst.errors[:KEPT_ERRORS]),
     )
     figures = _measure_again(sides, figures)
@@ -105,6 +112,7 @@ class _Burst:
         self._seed = sides.workload.seed * SEEDS_PER_RUN
         self.parts: list[BurstPart] = []
         self.baseline_parts: list[BurstPart] = []
+        self.between = 0
         self.requests = 0
         """That the artifact's server was sent."""
         self.errors: list[str] = []
@@ -118,9 +126,24 @@ class _Burst:
         baseline_s = BASELINE_SHARE * seconds
         baseline_size = 0 if baseline is None else max(1, round(self._rate(baseline) * baseline_s))
         while not self.errors and self._needs_another():
+            if len(self.parts) == PARTS_BEFORE:
+                self._send_between(SEEN_REQUESTS - self.requests)
             self.parts.append(self._part(artifact, size, seconds))
             if baseline is not None:
                 self.baseline_parts.append(self._part(baseline, baseline_size, baseline_s))
+
+    def _send_between(self, requests: int) -> None:
+        """None if a server takes one prompt a request alone."""
+        artifact, text = self._sides.artifact, self._sides.text
+        if requests < PROMPTS_EACH:
+            return
+        for wanted in (PROMPTS_EACH, requests):
+            self._seed += 1
+            result = send_burst(artifact, text, self._seed, wanted, BETWEEN_S, prompts_each=PROMPTS_EACH)
+            if result.errors:
+                return
+            self.between += result.requests
+            self.requests += result.requests
 
     def _needs_another(self) -> bool:
         sent = len(self.parts)

@@ -52,6 +52,8 @@ class BurstResult:
 class _Tiny:
     """One request."""
 
+    tokens: int
+    """That its answer has."""
     body: bytes
     is_left: bool
     """Whether its client goes away."""
@@ -64,13 +66,15 @@ def send_burst(
     requests: int,
     longest_s: float,
     kinds: Collection[Kind] = (WHOLE,),
+    prompts_each: int = 1,
 ) -> BurstResult:
     """Send `requests` tiny requests and wait for all answers; a failed one is recorded, not raised.
 
     text: token ids that prompts are cut from; longest_s: seconds after which no further request is sent
     kinds: those that the server takes; there are as many requests of each
+    prompts_each: that go in one HTTP request; the engine has a request for each
     """
-    return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s, kinds))
+    return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s, kinds, prompts_each))
 
 
 async def _send_burst(
@@ -80,9 +84,10 @@ async def _send_burst(
     requests: int,
     longest_s: float,
     kinds: Collection[Kind],
+    prompts_each: int,
 ) -> BurstResult:
     url = endpoint.base_url + "/v1/completions"
-    tiny = _requests(endpoint.model, text, random.Random(seed), requests, kinds)
+    tiny = _requests(endpoint.model, text, random.Random(seed), requests // prompts_each, kinds, prompts_each)
     errors: list[str] = []
     sent = 0
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
@@ -96,7 +101,7 @@ async def _send_burst(
         async def client() -> None:
             nonlocal sent
             while time.perf_counter() - began < longest_s and (one := next(tiny, None)) is not None:
-                sent += 1
+                sent += prompts_each
                 if (error := await _send(session, url, one)) is not None:
                     errors.append(error)
 
@@ -107,22 +112,28 @@ async def _send_burst(
 
 
 def _requests(
-    model: str, text: Sequence[int], draw: random.Random, requests: int, kinds: Collection[Kind]
+    model: str,
+    text: Sequence[int],
+    draw: random.Random,
+    requests: int,
+    kinds: Collection[Kind],
+    prompts_each: int,
 ) -> Iterator[_Tiny]:
     """As many of each kind, kind after kind: what runs together is alike."""
     chosen = [kind for kind in IN_TURN if kind in kinds]
     for index in range(requests):
         kind = chosen[index * len(chosen) // requests]
-        start = draw.randrange(max(1, len(text) - PROMPT_TOKENS))
+        starts = [draw.randrange(max(1, len(text) - PROMPT_TOKENS)) for _ in range(prompts_each)]
+        prompts = [list(text[start : start + PROMPT_TOKENS]) for start in starts]
         body = {
             "model": model,
-            "prompt": list(text[start : start + PROMPT_TOKENS]),
+            "prompt": prompts if prompts_each > 1 else prompts[0],
             "max_tokens": LEFT_TOKENS if kind == "aborted" else OUTPUT_TOKENS,
             "temperature": 0.0,
             "ignore_eos": True,
             **_own_fields(kind, draw),
         }
-        yield _Tiny(json.dumps(body).encode(), is_left=kind == "aborted")
+        yield _Tiny(prompts_each * OUTPUT_TOKENS, json.dumps(body).encode(), is_left=kind == "aborted")
 
 
 def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
@@ -155,4 +166,4 @@ async def _send(session: aiohttp.ClientSession, url: str, one: _Tiny) -> str | N
     if not told:
         return f"no usage in the answer: {answer[:200].decode(errors='replace')}"
     tokens = int(told[-1])
-    return None if tokens == OUTPUT_TOKENS else f"asked for {OUTPUT_TOKENS} tokens, usage says {tokens}"
+    return None if tokens == one.tokens else f"asked for {one.tokens} tokens, usage says {tokens}"

@@ -140,7 +140,7 @@ def always(
     return changed
 
 
-@hidden("engine", "drift", "of the burst on")
+@hidden("engine", "drift", "× as long")
 def cliff_after_thousands_of_requests(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     ended = 0
 

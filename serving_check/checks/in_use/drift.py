@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ...evidence.at_rest import AtRestFigures, BurstPart
+from ...evidence.at_rest import PARTS_BEFORE, AtRestFigures, BurstPart
 from ...evidence.verdict import CheckResult, CheckStatus
 from ...statistics.rank_shift import least_shift, shift
 
@@ -97,6 +97,8 @@ def _most_step(baseline_burst: Sequence[BurstPart]) -> float:
 
 def _of_step(figures: AtRestFigures, step: float, part: int) -> str:
     before = sum(one.requests for one in figures.burst[:part])
+    if part >= PARTS_BEFORE:
+        before += figures.between
     return (
         f"tiny requests take {step:.2f}× as long from about the {before:,}th of the burst on "
         f"({_rate(figures.burst[:part])} before, {_rate(figures.burst[part:])} after): something grows with "

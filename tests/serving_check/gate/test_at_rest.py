@@ -33,6 +33,7 @@ def short_burst(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(at_rest, "FIRST_REQUESTS", 40)
     monkeypatch.setattr(at_rest, "MOST_IN_A_PART", 20)
     monkeypatch.setattr(at_rest, "PART_S", 10.0)
+    monkeypatch.setattr(at_rest, "SEEN_REQUESTS", 0)
     monkeypatch.setattr(at_rest, "PATIENCE_S", 1.0)
 
 
