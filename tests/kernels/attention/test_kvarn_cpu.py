@@ -111,8 +111,13 @@ def empty_pages(group: int, dim: int, bits: int) -> KVarNTile:
     )
 
 
+# Kernels for a third dtype take a quarter of a minute to compile; how float16 is rounded is tested below.
 @pytest.mark.parametrize("by_token", [True, False])
-@pytest.mark.parametrize("heads, bits, dtype, group", CASES, ids=str)
+@pytest.mark.parametrize(
+    "heads, bits, dtype, group",
+    exhaustive_but(CASES, *(case for case in CASES if case[2] != torch.float16)),
+    ids=str,
+)
 def test_pages_are_coded_and_read_as_the_reference_does(heads, bits, dtype, group, by_token: bool):
     dim = heads[2]
     tokens, pages = uneven(group, dim, dtype), empty_pages(group, dim, bits)
