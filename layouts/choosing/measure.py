@@ -17,7 +17,6 @@ from .subject import Subject, subject_of
 from .time_limit import OutOfTime, time_limit
 from .timing import TimingBudget, interleaved_microseconds
 
-BASELINE = "unquantized"
 MAX_ERROR = 0.02
 """Relative L2 against the float32 product; an honest bfloat16 kernel stays below 0.004."""
 
@@ -69,11 +68,16 @@ def measure(
 
     smallest = min((packed.nbytes for packed in usable.values()), default=1 << 62)
     copies = copies_past_the_cache(problem, smallest)
-    contestants = {BASELINE: [subject.baseline() for _ in range(copies)]}
+    contestants = {
+        f"unquantized {packed.layout}": [_copy(packed) for _ in range(copies)]
+        for packed in subject.baselines()
+    }
+    baselines = tuple(contestants)
     contestants |= {name: [_copy(packed) for _ in range(copies)] for name, packed in usable.items()}
 
     def refuse(name: str, error: Exception) -> None:
-        found.refusals[name] = _failed(error)
+        if name not in baselines:
+            found.refusals[name] = _failed(error)
         del contestants[name]
 
     for m in ms:
@@ -81,10 +85,12 @@ def measure(
         with torch.inference_mode():
             turns = max(copies, subject.draws)
             times = interleaved_microseconds(calls, turns, problem.device, budget, refuse)
-        for name in contestants:
-            if name != BASELINE:
-                figures = times[name], times[BASELINE]
-                found.measurements.append(Measurement(name, LAYOUTS[name].kernel, m, *figures))
+        best = min(times[name] for name in baselines if name in times)
+        found.measurements += [
+            Measurement(name, LAYOUTS[name].kernel, m, times[name], best)
+            for name in contestants
+            if name not in baselines
+        ]
         on_measured(m)
     # A layout that fails at one M is refused at all of them.
     found.measurements = [

@@ -25,8 +25,8 @@ class Subject(Protocol):
 
     def pack(self, layout: AnyLayout) -> PackedWeight: ...
 
-    def baseline(self) -> PackedWeight:
-        """The unquantized weight."""
+    def baselines(self) -> list[PackedWeight]:
+        """The unquantized weight, packed in each layout in which a server may hold it."""
         ...
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
@@ -59,9 +59,10 @@ class _DenseSubject:
     def pack(self, layout: AnyLayout) -> PackedWeight:
         return cast(Layout, layout).pack(self.weight, self.problem.dtype)
 
-    def baseline(self) -> PackedWeight:
+    def baselines(self) -> list[PackedWeight]:
         unquantized = UnquantizedWeight(Unquantized(), self.dense)
-        return cast(Layout, baseline_layout(self.problem)).pack(unquantized, self.problem.dtype)
+        layouts = cast(list[Layout], baseline_layouts(self.problem))
+        return [layout.pack(unquantized, self.problem.dtype) for layout in layouts]
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
         modules = [_module(weight) for weight in packed]
@@ -96,9 +97,10 @@ class _ExpertsSubject:
     def pack(self, layout: AnyLayout) -> PackedWeight:
         return cast(ExpertsLayout, layout).pack_experts(self.weights, self.problem.dtype)
 
-    def baseline(self) -> PackedWeight:
+    def baselines(self) -> list[PackedWeight]:
         weights = [UnquantizedWeight(Unquantized(), w.dequantize(self.problem.dtype)) for w in self.weights]
-        return cast(ExpertsLayout, baseline_layout(self.problem)).pack_experts(weights, self.problem.dtype)
+        layouts = cast(list[ExpertsLayout], baseline_layouts(self.problem))
+        return [layout.pack_experts(weights, self.problem.dtype) for layout in layouts]
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
         layout = cast(ExpertsLayout, LAYOUTS[packed[0].layout])
@@ -115,10 +117,15 @@ class _ExpertsSubject:
         return ROUTINGS
 
 
-def baseline_layout(problem: Problem) -> AnyLayout:
-    """The layout of the unquantized weight that a problem's layouts are compared with."""
+def baseline_layouts(problem: Problem) -> list[AnyLayout]:
+    """The layouts of the unquantized weight that a problem's layouts are compared with.
+
+    A server on a CPU holds linear layers in the fastest one (`linear_packing.pack_fastest`), so all are timed
+    there. Elsewhere, and for experts, it is torch's own product.
+    """
     unquantized = replace(problem, spec=Unquantized(), batch_invariance="tuned")
-    return next(layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None)
+    layouts = [layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None]
+    return layouts if problem.device.type == "cpu" and problem.experts is None else layouts[:1]
 
 
 def _module(packed: PackedWeight) -> nn.Module:
