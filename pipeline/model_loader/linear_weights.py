@@ -29,6 +29,7 @@ from .weight_map import (
     gate_up_order,
     map_weights,
 )
+from .weights_read import reads_weight
 
 WEIGHT = ".weight"
 BIAS = "_bias"
@@ -39,6 +40,7 @@ LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", 
 PREDICTION_HEAD = "multi-token prediction head"
 OUTSIDE_DECODER = "outside the text decoder"
 """The reason why what belongs to a tower or a projector stays as it is."""
+READ_BY_ITSELF = "weight that the model reads without calling its layer"
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 
 
@@ -190,6 +192,9 @@ def _linear_weights(
     if "router" in type(owner).__name__.lower() or ROUTER_PARTS.search(owner_name):
         return [LinearWeight(module, name, owner_name, ROUTER, *shape)]
     if isinstance(owner, nn.Linear):
+        parent, _, child = owner_name.rpartition(".")
+        if reads_weight(model.get_submodule(parent), child):
+            return READ_BY_ITSELF
         return [LinearWeight(module, name, owner_name, LINEAR, *shape)]
     return f"{type(owner).__name__} weight, not a Linear"
 

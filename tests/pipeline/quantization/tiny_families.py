@@ -66,6 +66,13 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["full_attention"] * 2},
     "nanochat": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 1,
+        "mamba_dt_rank": 8,
+    },
 }
 
 

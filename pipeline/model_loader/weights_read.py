@@ -1,0 +1,54 @@
+"""Linear layers whose weight the model's code reads by itself, where it would otherwise call the layer.
+
+Such a layer cannot be packed: Mamba's mixer computes `self.dt_proj.weight @ time_step`, and vLLM, too, keeps
+that weight as it is.
+"""
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+
+from torch import nn
+
+ABOUT_THE_WEIGHT = ("dtype", "device", "shape")
+"""Attributes that tell of a weight, but not its numbers."""
+ONLY_IN_TRAINING = "training"
+"""In the condition of code that a server never runs: `self.training`, BLOOM's `self.pretraining_tp`."""
+SETTING_UP = ("__init__", "_init_weights", "reset_parameters")
+
+
+def reads_weight(parent: nn.Module, child: str) -> bool:
+    """Whether `parent` reads the numbers of `self.<child>.weight` when it is served."""
+    return child in _weights_read(type(parent))
+
+
+@cache
+def _weights_read(module: type[nn.Module]) -> frozenset[str]:
+    found: set[str] = set()
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        if name in SETTING_UP or function.__module__.startswith("torch."):
+            continue
+        try:
+            source = textwrap.dedent(inspect.getsource(function))
+        except OSError:  # made by a decorator or at run time
+            continue
+        if ".weight" in source:
+            _collect(ast.parse(source), found)
+    return frozenset(found)
+
+
+def _collect(node: ast.AST, found: set[str]) -> None:
+    match node:
+        case ast.If(test=test, orelse=otherwise) if ONLY_IN_TRAINING in ast.unparse(test):
+            for child in otherwise:
+                _collect(child, found)
+            return
+        case ast.Attribute(attr=attribute) if attribute in ABOUT_THE_WEIGHT:
+            return
+        case ast.Attribute(
+            value=ast.Attribute(value=ast.Name(id="self"), attr=layer), attr="weight", ctx=ast.Load()
+        ):
+            found.add(layer)
+    for child in ast.iter_child_nodes(node):
+        _collect(child, found)
