@@ -142,7 +142,8 @@ def plan_requests(
     kinds = _kinds(shape, bool(stops), conversations)
     arrivals = _arrivals(generator, shape, least=len(kinds - {"greedy"}) + LEAST_GREEDY)
     counts = _counts(kinds, len(arrivals), len(stops))
-    longest = _longest(shape, len(text))
+    most = len(text) // 2  # of so many tokens, half of all different beginnings are left
+    longest = _longest(shape, most)
     slices = Slices(generator, text, LEAST_PROMPT, [prompt for prompt, _ in stops])
     requests = [
         PlannedRequest(0.0, "stop", prompt, 0, stop=stop)
@@ -153,7 +154,7 @@ def plan_requests(
         lengths = lengths_within(budget, generator, counts["chat"], LEAST_PROMPT, longest)
         requests += [_chat(generator, slices, conversations, length, _most(shape)) for length in lengths]
     left = shape.prompt_tokens - sum(len(request.prompt) for request in requests)
-    long_prompt = min(shape.long_prompt, shape.context - LEAST_LONG_ANSWER, len(text))
+    long_prompt = min(shape.long_prompt, shape.context - LEAST_LONG_ANSWER, most)
     requests += _completions(generator, slices, counts, longest, left, long_prompt)
     generator.shuffle(requests)
     answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
@@ -219,10 +220,10 @@ def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, 
     return counts
 
 
-def _longest(shape: UseShape, text: int) -> int:
-    """Tokens of the longest prompt that can be paid."""
+def _longest(shape: UseShape, most: int) -> int:
+    """Tokens of the longest prompt that can be paid, `most` at most."""
     affordable = max(LEAST_PROMPT, int(shape.prompt_tokens * LONGEST_SHARE))
-    return min(shape.longest_prompt, affordable, max(LEAST_PROMPT, shape.context - LEAST_LONG_ANSWER), text)
+    return min(shape.longest_prompt, affordable, max(LEAST_PROMPT, shape.context - LEAST_LONG_ANSWER), most)
 
 
 def _completions(

@@ -140,6 +140,12 @@ def test_one_prompt_is_as_long_as_is_asked_for_and_has_an_answer_at_that_context
         assert whole == SHAPE.context - LEAST_LONG_ANSWER
 
 
+def test_a_short_text_leaves_long_prompts_different_beginnings():
+    for seed in range(10):
+        requests = plan_requests(seed, replace(SHAPE, long_prompt=1900), TEXT[:2048], ANSWERED, CONVERSATIONS)
+        assert max(len(request.prompt) for request in requests) == 1024
+
+
 def test_prompts_begin_differently_but_for_those_that_share_half_or_more():
     for seed in range(10):
         groups = defaultdict(list)
