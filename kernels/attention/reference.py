@@ -110,7 +110,7 @@ def attend_over(
     options: AttentionOptions,
 ) -> Tensor:
     """As `attend`, over what `gather` makes of a group's pages, keys and values [b * m, P, H_kv, D]."""
-    if len(groups) == 1:
+    if len(groups) == 1 and len(query[groups[0].tokens]) == len(query):
         return attend_group(query, *gather(groups[0]), groups[0], options)
     outputs = [attend_group(query[group.tokens], *gather(group), group, options) for group in groups]
     output = query.new_empty(*query.shape[:2], outputs[0].shape[-1])
