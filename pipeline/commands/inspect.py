@@ -16,7 +16,6 @@ from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import declared_kv_format
-from ..model_loader.contradictions import refuse_contradictions
 from ..publishing.examination import examine
 from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.signature import Signature
@@ -97,6 +96,9 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
         raise UserError(f"{error.message}\n{folder} is not what was quantized:\n  {lines}") from error
     convention = convention_of(checkpoint)
     stored = stored_weights(checkpoint)
+    # Imports transformers, which publishing and verifying do without.
+    from ..model_loader.contradictions import refuse_contradictions
+
     refuse_contradictions(checkpoint)
     in_formats = {name for weight in stored.values() for name in weight.tensors}
     inspection = Inspection(
