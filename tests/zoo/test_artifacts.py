@@ -64,7 +64,6 @@ def test_a_checkpoint_that_other_engines_would_misread_is_refused(sound, one: Ar
     [
         ("a shared global scale corrupted", "far from others of their kind: model.layers.0.mlp"),
         ("two layers swapped", "far from others of their kind: model.layers."),
-        ("a scale that is not a number", "(relative error not finite"),
         ("rare embeddings shuffled", "82 of 8192 rows"),
         ("a router quantized", "are routers"),
         ("nothing quantized", "no module is quantized: these are unquantized weights"),
@@ -82,7 +81,6 @@ def test_another_tools_artifact_is_caught_without_a_manifest(sound, name: str, w
     [
         ("the vocabulary rotated", "a finer recipe will not help"),
         ("zero points of every linear shifted", "a finer recipe will not help"),
-        ("a scale that is not a number", "NaN or Inf"),
         (None, "computed over the whole vocabulary"),
     ],
 )
