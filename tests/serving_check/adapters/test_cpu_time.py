@@ -93,10 +93,12 @@ def test_threads_that_compute_are_counted_and_those_that_wait_are_not(tmp_path: 
         started(SPIN_ON_THREE_THREADS, tmp_path / "log") as computing,
         started("import time; time.sleep(1000)", tmp_path / "log") as waiting,
     ):
-        deadline = time.monotonic() + 20 * SECONDS
-        while cpu_seconds([computing.pid]) < SECONDS and time.monotonic() < deadline:
+        # Threads that were started one after another get even shares of a busy machine in the long run alone.
+        found, deadline = None, time.monotonic() + 60
+        while found != 3 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert computing_threads([waiting.pid, computing.pid]) == 3
+            found = computing_threads([waiting.pid, computing.pid])
+        assert found == 3
     assert computing_threads([]) is None
 
 
