@@ -20,11 +20,12 @@ SETTING_UP = ("__init__", "_init_weights", "reset_parameters")
 
 def reads_weight(parent: nn.Module, child: str) -> bool:
     """Whether `parent` reads the numbers of `self.<child>.weight` when it is served."""
-    return child in _weights_read(type(parent))
+    kind: object = type(parent)  # mypy takes no class for hashable
+    return child in _weights_read(kind)
 
 
 @cache
-def _weights_read(module: type[nn.Module]) -> frozenset[str]:
+def _weights_read(module: object) -> frozenset[str]:
     found: set[str] = set()
     for name, function in inspect.getmembers(module, inspect.isfunction):
         if name in SETTING_UP or function.__module__.startswith("torch."):
@@ -41,8 +42,8 @@ def _weights_read(module: type[nn.Module]) -> frozenset[str]:
 def _collect(node: ast.AST, found: set[str]) -> None:
     match node:
         case ast.If(test=test, orelse=otherwise) if ONLY_IN_TRAINING in ast.unparse(test):
-            for child in otherwise:
-                _collect(child, found)
+            for statement in otherwise:
+                _collect(statement, found)
             return
         case ast.Attribute(attr=attribute) if attribute in ABOUT_THE_WEIGHT:
             return
