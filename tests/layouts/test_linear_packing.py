@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from scalegate.layouts.choosing import linear_packing
+from scalegate.layouts.choosing import measure as measure_module
 from scalegate.layouts.choosing.linear_packing import pack_fastest
+from scalegate.layouts.choosing.measure import measure
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.modules.linear import QuantizedLinear
@@ -25,9 +28,10 @@ class Doubled:
     factor: float
     name: str = "doubled"
     kernel: str = "doubled"
+    dtype: torch.dtype = torch.float64
 
     def refuses(self, problem: Problem) -> str | None:
-        return Serves((Unquantized,), "cpu", (torch.float64,)).refuses(problem)
+        return Serves((Unquantized,), "cpu", (self.dtype,)).refuses(problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         doubled = {"weight": 2 * weight.dequantize(dtype)}
@@ -114,3 +118,15 @@ def test_a_layer_at_two_places_stays_one(with_doubled):
 def test_where_torchs_product_is_the_only_one_nothing_is_timed(monkeypatch):
     monkeypatch.delattr(linear_packing, "interleaved_microseconds")
     assert pack_fastest(Model().double()) == {}
+
+
+def test_quantized_layouts_are_compared_with_the_fastest_unquantized_one(monkeypatch):
+    monkeypatch.setitem(LAYOUTS._entries, "doubled", Doubled(0.5, dtype=torch.bfloat16))
+
+    def times(calls, *others):
+        return {name: 25.0 if name.endswith("doubled") else 100.0 for name in calls}
+
+    monkeypatch.setattr(measure_module, "interleaved_microseconds", times)
+    problem = Problem(Int4(32), 64, 64, torch.bfloat16, torch.device("cpu"))
+    [measurement] = measure(problem, (1,), ["dequantize"]).measurements
+    assert (measurement.microseconds, measurement.baseline_microseconds) == (100.0, 25.0)
