@@ -1,10 +1,12 @@
 """A burst of tiny requests against the real server, and against one that refuses some."""
 
+import time
 from dataclasses import replace
 
 import pytest
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.adapters.prometheus_text import total
+from scalegate.serving_check.server.engine_child import STATS_INTERVAL
 from scalegate.serving_check.workload.burst import (
     IN_FLIGHT,
     IN_TURN,
@@ -16,10 +18,28 @@ from scalegate.serving_check.workload.burst import (
 pytestmark = pytest.mark.long
 
 TEXT = tuple(range(300, 600))
+SERIES = ("vllm:num_requests_running", "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+
+
+def metrics_at_rest(server: Endpoint):
+    """The metrics once the requests that earlier tests left are gone and counted.
+
+    The engine reports its counters every `STATS_INTERVAL`: what it said last may lack a request.
+    """
+    deadline = time.monotonic() + 30
+    before: list[float | None] = []
+    while time.monotonic() < deadline:
+        metrics = server.metrics()
+        now = [total(metrics, name) for name in SERIES]
+        if now == before and now[0] == 0:
+            return metrics
+        before = now
+        time.sleep(4 * STATS_INTERVAL)
+    raise AssertionError(f"requests that earlier tests left still run: {before}")
 
 
 def test_every_request_reaches_the_engine_and_is_answered(server: Endpoint):
-    before = server.metrics()
+    before = metrics_at_rest(server)
     result = send_burst(server, TEXT, 1, 100, 60.0)
     after = server.metrics()
 
@@ -38,7 +58,7 @@ def test_requests_of_every_kind_are_answered_and_some_are_left(server: Endpoint)
 
 
 def test_many_prompts_go_in_one_http_request(server: Endpoint):
-    before = total(server.metrics(), "vllm:prompt_tokens_total") or 0.0
+    before = total(metrics_at_rest(server), "vllm:prompt_tokens_total") or 0.0
     result = send_burst(server, TEXT, 1, 64, 60.0, prompts_each=16)
     after = total(server.metrics(), "vllm:prompt_tokens_total") or 0.0
     assert (result.requests, result.errors) == (64, ())
