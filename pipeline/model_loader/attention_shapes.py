@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ...base.errors import UserError
 from ...base.log import logger
@@ -20,6 +21,7 @@ def attention_layers_of(
     """By layer index, what its storage on `device` holds. UserError for a model that cannot be served."""
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
+    _skip_experts(model)
     layers = attention_layers(model)
     return {index: replace(layer, shape=layer.shape.on(device)) for index, layer in layers.items()}
 
@@ -33,12 +35,16 @@ def refuse_unserved(checkpoint: Checkpoint, length: int) -> None:
     context_length(model, min(length, checkpoint.context or length))
     try:
         with torch.device("meta"):
-            for module in model.modules():
-                if is_experts(module):
-                    module.forward = no_experts  # type: ignore[method-assign]
+            _skip_experts(model)
             attention_layers(model)
     except UserError:
         raise
     except Exception as error:
         # What cannot be run on the meta device may run on another: the server will say.
         logger.debug(f"whether {checkpoint.source} is served is not known beforehand: {error}")
+
+
+def _skip_experts(model: nn.Module) -> None:
+    for module in model.modules():
+        if is_experts(module):
+            module.forward = no_experts

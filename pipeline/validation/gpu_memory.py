@@ -11,20 +11,27 @@ from typing import Any
 import torch
 
 from ...base.errors import UserError
+from ...layouts.kv.format import KV_FORMATS
+from ...layouts.kv.layer import KVShape
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.engine import MemoryGrant
 from ...serving_check.adapters.placement import Placement
-from ...serving_check.engine.options import EngineOptions
+from ...serving_check.engine.kv_pool import stored_bytes
+from ...serving_check.engine.options import AUTO, UNQUANTIZED, EngineOptions
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.decoded_tensors import DecodedTensor
 from ..conventions.declared import stored_weights
+from ..conventions.kv_cache import kv_cache_of
+from ..machine.device import resolve_dtype
+from ..model_loader.attention_shapes import attention_layers_of
 
 SHARE_OF_FREE = 0.92
 """Of the memory that is free, for all servers on a GPU together."""
 WEIGHTS_FACTOR = 1.1
 """Of the weights' files: what is repacked lies there twice for a moment."""
 KV_FACTOR = 1.2
-"""Of the load's keys and values: pages that are partly empty."""
+"""Of the load's keys and values, in an engine that sizes its pool itself: pages that are partly empty. Our
+own allocates as many tokens as it is told, and the workload's requests are counted in whole pages."""
 BESIDE = 6 << 30
 """Bytes for a CUDA context, activations, CUDA graphs and an allocator's slack."""
 GIB = 1 << 30
@@ -54,6 +61,8 @@ class MemoryPlan:
     """By side; None where the user has said it, or there is no GPU."""
     together: bool
     """Whether all servers can be up at the same time; otherwise they take turns."""
+    in_turns_because: str = ""
+    """What they need and what there is, and how to have them up together; empty where they are."""
 
 
 def plan_memory(
@@ -63,12 +72,14 @@ def plan_memory(
     least, asked, taken = {}, {}, dict[int, float]()
     grants: dict[str, MemoryGrant | None] = {}
     memory = {device: mem_info(device) for side in sides for device in side.devices}
+    stored = {side.name: kv_cache_bytes(side, placement) for side in sides if side.devices}
     for side in sides:
         asked[side.name] = _asked(side, placement)
         for device in side.devices:
             free, total = memory[device]
             share = asked[side.name]
-            least[side.name] = needed_bytes(side, placement) if share is None else share * total
+            needs = _needed_bytes(side, placement, stored[side.name])
+            least[side.name] = needs if share is None else share * total
             if least[side.name] > SHARE_OF_FREE * free and share is None:
                 needed = f"{least[side.name] / GIB:.0f} GiB of GPU {device}"
                 raise UserError(
@@ -86,11 +97,36 @@ def plan_memory(
             continue
         free, total = min(memory[device] for device in side.devices)
         if together:
-            kv_cache = int(kv_cache_bytes(side, placement)) + KV_BESIDE
+            kv_cache = int(stored[side.name]) + KV_BESIDE
             grants[side.name] = MemoryGrant(least[side.name] / total, kv_cache)
         else:
             grants[side.name] = MemoryGrant(SHARE_OF_FREE * free / total)
-    return MemoryPlan(grants, together)
+    return MemoryPlan(grants, together, "" if together else _shortage(sides, stored, least, memory))
+
+
+def _shortage(
+    sides: Sequence[Side],
+    stored: Mapping[str, float],
+    least: Mapping[str, float],
+    memory: Mapping[int, tuple[int, int]],
+) -> str:
+    """What the servers need of the first GPU where they do not fit, and what to change."""
+    for device, (free, _) in memory.items():
+        there = [side for side in sides if device in side.devices]
+        wanted, offered = math.fsum(least[side.name] for side in there), SHARE_OF_FREE * free
+        if wanted <= offered:
+            continue
+        needs = ", ".join(f"the {side.name}'s {least[side.name] / GIB:.0f} GiB" for side in there)
+        pools = math.fsum(stored[side.name] for side in there)
+        share = 1 - (wanted - offered) / pools if pools else 0.0
+        # A pool holds one request more than are served at once: the longest of a load as in use.
+        requests = int(share * (1 + min(side.options.max_num_seqs for side in there))) - 1
+        fewer = f" or fewer requests at once (--m up to {requests}, or shorter with --input-len)"
+        return (
+            f"of GPU {device} {needs} are needed, {offered / GIB:.0f} GiB are there for servers; "
+            f"a GPU for each (--devices){fewer if requests > 0 else ''} would measure them side by side"
+        )
+    return "all GPUs of the cluster are for one server at a time"
 
 
 def served_bytes(checkpoint: Checkpoint) -> int:
@@ -106,17 +142,48 @@ def served_bytes(checkpoint: Checkpoint) -> int:
 
 def needed_bytes(side: Side, placement: Placement) -> float:
     """On each of its GPUs, for its weights, the keys and values of the load, and all else."""
+    return _needed_bytes(side, placement, kv_cache_bytes(side, placement))
+
+
+def _needed_bytes(side: Side, placement: Placement, stored: float) -> float:
     weights = sum(path.stat().st_size for path in side.checkpoint.folder.glob("*.safetensors"))
     if engine_named(side.engine).packs_with_layouts:
         weights = max(weights, served_bytes(side.checkpoint))
-    return WEIGHTS_FACTOR * weights / placement.gpus + kv_cache_bytes(side, placement) + BESIDE
+    return WEIGHTS_FACTOR * weights / placement.gpus + stored + BESIDE
 
 
 def kv_cache_bytes(side: Side, placement: Placement) -> float:
-    """On each of its GPUs, for the keys and values of the load."""
+    """On each of its GPUs, for the keys and values of the load, in the format in which they are stored."""
+    if engine_named(side.engine).packs_with_layouts:
+        return _own_pool_bytes(side)
     tokens, config = side.options.kv_cache_tokens or 0, side.checkpoint.config
     parts = placement.pipeline_parallel_size * min(placement.tensor_parallel_size, kv_heads(config))
-    return KV_FACTOR * tokens * kv_bytes_per_token(config) / parts
+    share = _share_of_16_bits(side.options.kv_cache_dtype)
+    return KV_FACTOR * share * tokens * kv_bytes_per_token(config) / parts
+
+
+def _own_pool_bytes(side: Side) -> int:
+    """The pool of our own server: its pages, and what each request keeps besides them."""
+    options = side.options
+    kv_format = KV_FORMATS[kv_cache_of(side.checkpoint, options.kv_cache_dtype).kv_format]
+    device = torch.device("cuda")
+    layers = attention_layers_of(side.checkpoint, resolve_dtype(options.dtype), device)
+    page_size = options.page_size or kv_format.page_size(device)
+    page_bytes, row_bytes = stored_bytes(layers, kv_format, page_size)
+    # Page 0 and the last row are for padding.
+    pages, rows = (options.kv_cache_tokens or 0) // page_size + 1, options.max_num_seqs + 1
+    return pages * page_bytes + rows * row_bytes
+
+
+def _share_of_16_bits(kv_cache_dtype: str) -> float:
+    """Bytes of a token in that format over those of an unquantized one, with heads of 128 numbers."""
+    if kv_cache_dtype in (AUTO, UNQUANTIZED):
+        return 1.0
+    shape = KVShape(heads=1, key_dim=128, value_dim=128, dtype=torch.bfloat16, query_heads=1)
+    plain, stored = (
+        KV_FORMATS[name].bytes_per_page(shape, page_size=16) for name in (UNQUANTIZED, kv_cache_dtype)
+    )
+    return stored / plain
 
 
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:

@@ -102,8 +102,14 @@ def serve_sides(
         findings, served, task_scores, scores = _together(run, servers, is_roomy, findings, look, score)
     else:
         if not servers.can_restart:
-            raise UserError("the servers do not fit on the GPU together, and cannot be started in turns here")
+            raise UserError(
+                "the servers do not fit on the GPU together, and cannot be started in turns here: "
+                f"{plan.in_turns_because}"
+            )
         require_groups(run.workload)
+        run.clock.say(
+            f"the servers do not fit on the GPU together, so they take turns: {plan.in_turns_because}"
+        )
         findings = look(False) if findings is None else findings
         served, task_scores = _in_turns(run, findings.text, servers)
     # Left behind where a server failed: the error names the log.
@@ -216,7 +222,6 @@ def leaving_cores(servers: int) -> Iterator[None]:
 def _in_turns(
     run: Run, text: "HeldOutText", servers: _ServerGroup
 ) -> tuple[RunFigures, tuple[TaskScore, ...]]:
-    run.clock.say("the servers do not fit on the GPU together: they take turns")
     names = [side.name for side in servers.sides]
     by_side = dict(zip(names, servers.started, strict=True))
     turns = TakingTurns(by_side)

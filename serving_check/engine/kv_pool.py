@@ -161,10 +161,8 @@ def pool_pages(
     state_bytes: what a request's states take in all layers
     """
     full_context = pages_for(max_model_len, page_size)
-    shapes = [layer.shape for layer in layers.values()]
-    page_bytes = sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes)
-    row_bytes = state_bytes + sum(kv_format.bytes_per_request(shape) for shape in shapes)
-    free = free_memory(device) - (max_num_seqs + 1) * row_bytes
+    page_bytes, row_bytes = stored_bytes(layers, kv_format, page_size)
+    free = free_memory(device) - (max_num_seqs + 1) * (row_bytes + state_bytes)
     if kv_cache_tokens is not None:
         num_pages = kv_cache_tokens // page_size
         origin = f"kv_cache_tokens={kv_cache_tokens}"
@@ -186,6 +184,17 @@ def pool_pages(
             f"{_smaller_pages(page_size, kv_cache_tokens, max_model_len, device)}."
         )
     return num_pages
+
+
+def stored_bytes(
+    layers: Mapping[int, AttentionLayer], kv_format: KVFormat, page_size: int
+) -> tuple[int, int]:
+    """Of a page, and of what a request keeps besides its pages, in all layers."""
+    shapes = [layer.shape for layer in layers.values()]
+    return (
+        sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes),
+        sum(kv_format.bytes_per_request(shape) for shape in shapes),
+    )
 
 
 def _smaller_pages(

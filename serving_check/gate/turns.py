@@ -5,20 +5,22 @@ after a start are warm-up. The blocks of a group share their servers, so their m
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...base.progress import progress_bar
-from ...base.stage_clock import StageClock
+from ...base.stage_clock import StageClock, in_words
 from ..adapters import Endpoint
 from ..adapters.taking_turns import TakingTurns
 from ..checks.compilations import Compilations, compilations
 from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
 from ..evidence.measurement import Block, MeasuredM, Repeat
 from ..settings import WorkloadSettings
-from ..statistics.decide import GROUP, TURN_LOOKS, Decision
+from ..statistics.decide import GROUP, TURN_LOOKS, Decision, SequentialTest
 from ..workload import WorkloadSpec
 from .interleaving import SEEDS_PER_M, WARMUP_PART, workload_spec
 from .repeats import Repeats
@@ -26,6 +28,8 @@ from .repeats import Repeats
 ARTIFACT, BASELINE, RIVAL = "artifact", "baseline", "rival"
 LEAST_BLOCKS = TURN_LOOKS[0] * GROUP
 """The fewest blocks that allow a decision by groups."""
+LONG_S = 720.0
+"""Seconds from which on turns are announced as long, with what makes them shorter."""
 
 
 def require_groups(workload: WorkloadSettings) -> None:
@@ -34,6 +38,27 @@ def require_groups(workload: WorkloadSettings) -> None:
         raise UserError(
             f"the servers do not fit in memory together and take turns, which needs --max-blocks "
             f"{LEAST_BLOCKS} or more; it is {workload.max_blocks}"
+        )
+
+
+def announce(seconds: float, groups: SequentialTest, clock: StageClock) -> None:
+    """Say how long the turns will take; a warning, with what makes them shorter, where that is long.
+
+    seconds: that the first group took
+    """
+    first, last = seconds * groups.looks[0], seconds * groups.max_blocks
+    clock.say(
+        f"a group takes {in_words(seconds)}: a first decision after {groups.looks[0]} groups, "
+        f"{in_words(first)} in all, and the last after {in_words(last)}"
+    )
+    if last > LONG_S and clock.shown:
+        within = int(LONG_S / seconds) * GROUP
+        limit = f"--max-blocks {within} ends within {in_words(LONG_S)}, perhaps undecided; "
+        logger.warning(
+            f"turns may take {in_words(last)}: a clear ratio is decided in {in_words(first)} to "
+            f"{in_words(seconds * groups.looks[1 % len(groups.looks)])}. "
+            f"{limit if within >= LEAST_BLOCKS else ''}fewer Ms (--m) or shorter requests (--input-len, "
+            "--output-len) shorten each group"
         )
 
 
@@ -62,6 +87,7 @@ class Turns:
         test = sequential_test(measured, self.workload, self.floor)
         groups = test.of_turns
         order = list(reversed(self.sides))
+        began = time.monotonic()
         with progress_bar(total=groups.max_blocks, desc="groups of blocks", shown=clock.shown) as bar:
             undecided = measured
             for group in range(1, groups.max_blocks + 1):
@@ -73,6 +99,8 @@ class Turns:
                 bar.update()
                 if not all(succeeded):
                     break
+                if group == 1:
+                    announce(time.monotonic() - began, groups, clock)
                 order.reverse()
                 if group not in groups.looks:
                     continue

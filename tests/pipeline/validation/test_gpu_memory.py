@@ -1,10 +1,16 @@
 """Shares of a GPU's memory, and which servers run where."""
 
+import json
+import math
+import re
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from scalegate.base.errors import UserError
+from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validation.gpu_memory import (
     BESIDE,
@@ -12,13 +18,22 @@ from scalegate.pipeline.validation.gpu_memory import (
     SHARE_OF_FREE,
     Side,
     kv_bytes_per_token,
+    kv_cache_bytes,
     kv_heads,
     needed_bytes,
     plan_memory,
 )
-from scalegate.pipeline.validation.servers import may_start_at_once, sides_of
+from scalegate.pipeline.validation.servers import (
+    baseline_options,
+    may_start_at_once,
+    sides_of,
+    sized_options,
+    with_long_contexts,
+)
 from scalegate.serving_check.adapters.placement import VISIBLE, Placement, only_these
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.settings import WorkloadSettings
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ON_GPU = EngineOptions(device="cuda", kv_cache_tokens=1 << 20)
 QWEN3_8B = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -70,6 +85,76 @@ def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(examp
     assert granted.kv_cache_bytes is None
     with pytest.raises(UserError, match="GiB free; end what else runs there"):
         plan_memory(both, placement, gpu(0.9 * need))
+
+
+@pytest.fixture(scope="module")
+def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of that shape whose numbers are a hole in the file: 16.4 GB that no disk holds."""
+    folder = tmp_path_factory.mktemp("qwen3-8b")
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+    config = AutoConfig.for_model("qwen3", **QWEN3_8B, **sizes, tie_word_embeddings=False)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    header, end = {}, 0
+    for name, weight in model.state_dict().items():
+        begin, end = end, end + 2 * math.prod(weight.shape)
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [begin, end]}
+    written = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(written)) + written)
+        file.truncate(8 + len(written) + end)
+    return folder
+
+
+def kvarn(checkpoint: Path, most: int = 32, input_len: int = 4096) -> list[Side]:
+    """Both servers of `validate --kv-cache-dtype kvarn_k4v2_g128`, the artifact of the baseline's weights."""
+    opened, load = open_checkpoint(str(checkpoint)), WorkloadSettings((1, most), input_len=input_len)
+    given = {"device": "cuda", "kv_cache_dtype": "kvarn_k4v2_g128"}
+    options = with_long_contexts(sized_options(given, load), given)
+    wanted = [
+        ("artifact", "embedded", opened, options),
+        ("baseline", "embedded", opened, baseline_options(options)),
+    ]
+    return sides_of(wanted, Placement(), lambda gpu: "H100")
+
+
+def test_keys_and_values_are_counted_as_each_server_stores_them(qwen3_8b: Path):
+    artifact, baseline = kvarn(qwen3_8b)
+    tokens, placement = artifact.options.kv_cache_tokens, Placement()
+    # 36 layers of 8 heads: 128 numbers for a key and for a value, in 2 bytes.
+    assert kv_cache_bytes(baseline, placement) == pytest.approx(tokens * 36 * 8 * 2 * 128 * 2, rel=0.001)
+    # 4 + 2 bits a number, six rows of fp16 scales a page of 128 tokens, and 33 rows of unquantized tokens.
+    page = 36 * 8 * (128 * 128 * 6 // 8 + 6 * 128 * 2)
+    row = KV_FORMATS["kvarn_k4v2_g128"].plain_tokens * 36 * 8 * 2 * 128 * 2
+    assert kv_cache_bytes(artifact, placement) == (tokens // 128 + 1) * page + 33 * row
+
+
+def test_two_servers_of_8b_with_20_and_5_gb_of_keys_and_values_share_80_gb(qwen3_8b: Path):
+    placement = Placement()
+    both = kvarn(qwen3_8b)
+    assert plan_memory(both, placement, gpu(78.0, 79.2)).together
+    plan = plan_memory(both, placement, gpu(60.0, 79.2))
+    needed = r"the artifact's 2\d GiB, the baseline's 4\d GiB are needed, 55 GiB are there"
+    assert not plan.together and re.search(needed, plan.in_turns_because)
+
+
+def test_with_as_many_requests_at_once_as_is_said_the_servers_fit_together(example_checkpoint: Path):
+    def plan(most: int):
+        return plan_memory(kvarn(example_checkpoint, most, 512), Placement(), gpu(15.0))
+
+    said = plan(1024)
+    assert not said.together
+    most = int(re.search(r"--m up to (\d+)", said.in_turns_because)[1])
+    assert plan(most).together and not plan(int(1.02 * most)).together
+
+
+def test_an_engine_that_is_told_a_smaller_kv_format_needs_less(example_checkpoint: Path):
+    placement = Placement()
+    [plain, _] = sides(example_checkpoint, placement)
+    fp8 = replace(plain, options=replace(plain.options, kv_cache_dtype="fp8"))
+    assert kv_cache_bytes(fp8, placement) == kv_cache_bytes(plain, placement) / 2
 
 
 def test_only_engines_that_measure_free_memory_wait_for_one_another(example_checkpoint: Path):

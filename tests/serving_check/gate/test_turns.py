@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -19,13 +20,14 @@ from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.curve import curve_of, took_turns
 from scalegate.serving_check.evidence.measurement import MeasuredM
 from scalegate.serving_check.gate import at_rest, in_use
+from scalegate.serving_check.gate import turns as turns_module
 from scalegate.serving_check.gate.gate import GateRun, serve_in_turns
 from scalegate.serving_check.gate.in_use import RequestSource
 from scalegate.serving_check.gate.interleaving import SEEDS_PER_M
 from scalegate.serving_check.gate.repeats import Repeats
-from scalegate.serving_check.gate.turns import LEAST_BLOCKS, Turns
+from scalegate.serving_check.gate.turns import LEAST_BLOCKS, Turns, announce
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
-from scalegate.serving_check.statistics.decide import GROUP, TURN_LOOKS
+from scalegate.serving_check.statistics.decide import GROUP, TURN_LOOKS, SequentialTest
 from scalegate.serving_check.workload import run_workload
 
 from ..gate_samples import ARTIFACT, BASELINE, RIVAL, simulated_run
@@ -216,6 +218,30 @@ def test_a_rival_takes_its_turns_and_is_decided_by_groups():
     assert set(starts) == set(ENDPOINTS)
     point = curve_of(measured, LOAD, Bounds())[1]
     assert point.rival is not None and point.rival.status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said", "warned"),
+    [
+        (20, "a first decision after 4 groups, 80 s in all, and the last after 5 min", ""),
+        (100, "after 4 groups, 7 min in all", "may take 27 min: .* in 7 min to 10 min. --max-blocks 42 ends"),
+        (200, "after 4 groups, 13 min in all", "may take 53 min: .* in 13 min to 20 min. fewer Ms"),
+    ],
+)
+def test_the_first_group_says_how_long_turns_take(caplog, seconds: float, said: str, warned: str):
+    """And what makes them shorter where they may take more than twelve minutes."""
+    with caplog.at_level("INFO"):
+        announce(seconds, SequentialTest(0.93, 2).of_turns, StageClock())
+    levels = {record.levelname: record.message for record in caplog.records}
+    assert said in levels["INFO"]
+    assert re.search(warned, levels["WARNING"]) if warned else "WARNING" not in levels
+
+
+def test_turns_are_announced_once(monkeypatch: pytest.MonkeyPatch):
+    announced: list[float] = []
+    monkeypatch.setattr(turns_module, "announce", lambda seconds, groups, clock: announced.append(seconds))
+    _, starts = measured_in_turns(2.0)
+    assert len(announced) == 1 < len(starts)
 
 
 def test_too_few_blocks_for_groups_are_refused_at_once():
