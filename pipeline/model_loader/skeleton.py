@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...base.errors import UserError
 from ...base.log import logger
 from ..checkpoints.checkpoint import Checkpoint
+from .kept_logits import take_logits_to_keep
 from .weight_map import OUTSIDE, map_weights
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
@@ -53,6 +54,7 @@ def build_skeleton(
     model = meta_model(checkpoint, dtype)
     _compute_buffers(model, torch.device(device))
     _keep_in_fp32(model, dtype)
+    take_logits_to_keep(model)
     return model.requires_grad_(False).eval()
 
 
