@@ -4,6 +4,8 @@ Finds a model's attention layers, checks that they are supported, and routes the
 does the arithmetic.
 """
 
+import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +31,12 @@ IMPLEMENTATION = "scalegate_paged"
 
 LAYER_INDEX = "paged_layer_index"
 """Name of an attention module's buffer with its layer index, int64 [] in host memory."""
+
+REPEATED = 1 << 16
+"""A layer that attends several times for each token has storage for each time: the n-th, counted from 0, is
+found at its index plus n times this number."""
+UNSTATED_CONTEXT = 8192
+"""Tokens of the longest context of a model with states whose config has no bound, if none is asked for."""
 
 CHUNKED = "chunked_attention"
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
@@ -147,6 +155,7 @@ class PagedAttention:
         self.layers = layers
         self.storage = storage
         self.metadata = metadata
+        self._calls: Counter[int] = Counter()
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
@@ -163,10 +172,17 @@ class PagedAttention:
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]."""
+        index = next_call(index, self._calls)
         layer = self.layers[index]
         if layer.temperature is not None:
             query = layer.temperature.scaled(query, self.metadata.positions)
         return self.storage[index].forward(query, key, value, self.metadata, layer.options, sinks)
+
+
+def next_call(index: int, calls: Counter[int]) -> int:
+    """The key of the layer's storage for this call of its attention; `calls` counts those of one step."""
+    calls[index] += 1
+    return index + (calls[index] - 1) * REPEATED
 
 
 def token_by_token(tensor: Tensor) -> Tensor:
@@ -185,13 +201,14 @@ class LayerObserver:
         self.known |= CHOSEN_KEYS if is_sparse else set()
         self.layers: dict[int, AttentionLayer] = {}
         self.modules: dict[int, nn.Module] = {}
+        self._calls: Counter[int] = Counter()
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
         index = getattr(module, "layer_idx", None)
-        if index is None or index in self.layers:
-            raise self._refusal(f"{type(module).__name__} does not attend exactly once per layer")
+        if index is None:
+            raise self._refusal(f"{type(module).__name__} does not say which layer it belongs to")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
             raise self._refusal(f"layer {index} attends bidirectionally")
         for name, argument in options.items():
@@ -199,7 +216,7 @@ class LayerObserver:
                 raise self._refusal(f"layer {index} passes {name!r} to its attention")
         scale, chunk = options.get("scaling"), self._chunk(index)
         self.modules[index] = module
-        self.layers[index] = AttentionLayer(
+        self.layers[next_call(index, self._calls)] = AttentionLayer(
             KVShape(
                 key.shape[1],
                 key.shape[3],
@@ -246,8 +263,15 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
     context = getattr(config, "max_position_embeddings", None)
-    if context is None:
+    if context is None and not any(keeps_a_state(module) for module in model.modules()):
         raise unsupported(architecture, "its config says no max_position_embeddings")
+    if context is None:
+        context = max_model_len or UNSTATED_CONTEXT
+        if max_model_len is None:
+            logger.warning(
+                f"{architecture} is served with contexts of {context} tokens: its config gives no bound. "
+                f"For longer ones, give {flag('max_model_len')}"
+            )
     if max_model_len is not None and max_model_len > context:
         raise UserError(f"max_model_len={max_model_len} is more than the model's context of {context} tokens")
     served, reason = min(_limits(config, context))
@@ -293,6 +317,7 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     config = model.config.get_text_config(decoder=True)
     model.set_attn_implementation(IMPLEMENTATION)
     hook_state_layers(model, architecture)
+    _tell_shared_layers_their_index(model)
     observer, states = LayerObserver(architecture, config, skip_indexers(model)), StateObserver()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with torch.inference_mode(), taking_calls(observer), taking_states(states):
@@ -304,32 +329,35 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
             logits_to_keep=1,
             paged=observer,
         )
-    if not observer.layers:
-        raise unsupported(
-            architecture, "no layer attends, and requests are counted in pages of keys and values"
-        )
     if states.shapes and model.device.type == "cuda":
         raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
-    served = _served(config, set(observer.layers), {key.layer for key in states.shapes})
-    if served != config.num_hidden_layers:
+    count = config.num_hidden_layers
+    served = _served(config, count, set(observer.layers), {key.layer for key in states.shapes})
+    if served != count:
         raise unsupported(
             architecture,
-            f"{served} of its {config.num_hidden_layers} layers use AttentionInterface or keep a known state",
+            f"{served} of its {count} layers use AttentionInterface or keep a known state",
         )
     for index, module in observer.modules.items():
         module.register_buffer(LAYER_INDEX, torch.tensor(index, device="cpu"), persistent=False)
     return ServedLayers(observer.layers, states.shapes)
 
 
-def _served(config: Any, attending: set[int], with_states: set[int]) -> int:
+def _served(config: Any, count: int, attending: set[int], with_states: set[int]) -> int:
     """How many layers do what their type says; a model without types attends or keeps a state in each."""
     types = _layer_types(config) or list(getattr(config, "layers_block_type", None) or ())
+    # Those of Llama 3.2 Vision attend to images only, and are passed over where there are none.
+    done = {index % REPEATED for index in attending} | set(
+        getattr(config, "cross_attention_layers", None) or ()
+    )
     if not types:
-        return len(attending | with_states)
+        # HRM counts a layer as often as it attends.
+        layers = done | with_states
+        return len(attending) if len(layers) != count == len(attending) else len(layers)
     without_attention = STATE_LAYER_TYPES - {"hybrid", "hybrid_sliding"}
     return sum(
         layer_type in LONE_LAYER_TYPES
-        or index in attending
+        or index in done
         or (layer_type in without_attention and index in with_states)
         for index, layer_type in enumerate(types)
     )
@@ -348,10 +376,24 @@ def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) 
     # Of classes that may keep a state, layer types tell which models do.
     if model._is_stateful and not has_states and not _layer_types(config):
         raise unsupported(architecture, "it keeps a recurrent state beside its keys and values")
-    # transformers says of hybrids that they lack the backend; that their attention uses it is seen later.
-    uses_interface = model._supports_attention_backend or has_states
-    if not uses_interface or not model._can_set_attn_implementation():
+    # transformers' flag for backends says too little: whether every layer uses the interface is seen later.
+    decoder = model.get_decoder()
+    decides = decoder if isinstance(decoder, PreTrainedModel) else model
+    if not decides._can_set_attn_implementation():
         raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
+
+
+def _tell_shared_layers_their_index(model: nn.Module) -> None:
+    """Attention that several layers share (Zamba) is told by its caller for which of them it attends."""
+    for module in model.modules():
+        takes_index = "layer_idx" in inspect.signature(type(module).forward).parameters
+        if takes_index and hasattr(module, "layer_idx") and not module._forward_pre_hooks:
+            module.register_forward_pre_hook(_take_index, with_kwargs=True)
+
+
+def _take_index(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("layer_idx") is not None:
+        module.layer_idx = kwargs["layer_idx"]
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -174,7 +174,10 @@ def pool_pages(
             )
     else:
         memory = int(free * (CUDA_MEMORY_SHARE if device.type == "cuda" else CPU_MEMORY_SHARE))
-        num_pages = min(max_num_seqs * full_context, memory // page_bytes)
+        num_pages = max_num_seqs * full_context
+        # Without attention, pages take nothing, and bound nothing but the length of a request.
+        if page_bytes:
+            num_pages = min(num_pages, memory // page_bytes)
         origin = f"{memory / 2**30:.1f} GiB of {device.type} memory"
     if num_pages < full_context:
         raise UserError(

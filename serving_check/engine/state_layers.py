@@ -28,6 +28,7 @@ from ...layouts.states.mamba2 import Mamba2Inputs
 from ...layouts.states.short_convolution import ConvolutionInputs
 from ...layouts.states.slots import StateSlots
 from ...layouts.states.state_format import StateInputs, StateKey, StateShape
+from .state_modules import forward_of
 from .unsupported import unsupported
 
 CACHES = ("cache_params", "past_key_values")
@@ -91,6 +92,12 @@ class _State:
 
     def to(self, *_: Any, **__: Any) -> "_State":
         return self
+
+    def __getitem__(self, at: Any) -> "_State":
+        """Zamba computes head by head: state[:, head] is a state of its own."""
+        if not (isinstance(at, tuple) and at[0] == slice(None) and isinstance(at[1], int)):
+            raise unsupported("this model", f"a layer takes {at} of its state, which is unknown here")
+        return _State(self.module, self.layer, at[1])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -173,14 +180,16 @@ FUNCTIONS: dict[str, tuple[str, Callable[[_State, Mapping[str, Any]], Any]]] = {
 
 
 def keeps_a_state(module: nn.Module) -> bool:
-    """Whether the module's forward asks a cache for a state."""
-    return bool(ASKS_FOR_STATES & set(_names(module)))
+    """Whether the module asks a cache for a state, or keeps one in a way that is known here."""
+    return bool(ASKS_FOR_STATES & set(_names(module))) or forward_of(module) is not None
 
 
 def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
     """Once for a model: its layers with states use ours, inside an engine. UserError for unknown kinds."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if keeps_a_state(module) and "forward" not in module.__dict__:
+            if not hasattr(module, "layer_idx"):
+                module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())  # type: ignore[assignment]
             module.forward = MethodType(_hooked_forward(module, architecture), module)  # type: ignore[method-assign]
 
 
@@ -191,13 +200,56 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 def _hooked_forward(module: nn.Module, architecture: str) -> Callable[..., Any]:
     plain = type(module).forward
-    written = inspect.unwrap(plain)
+    signature = inspect.signature(inspect.unwrap(plain))
+    compute = _compute_anew(module) or _compute_by_functions(module, architecture, signature)
+    named = [
+        name for name, parameter in signature.parameters.items() if parameter.kind != parameter.VAR_KEYWORD
+    ]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _STATES.get(None) is None:
+            return plain(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        known = {name: given[name] for name in named[1:] if name in given and name != "attention_mask"}
+        hidden = known.pop(named[1])
+        if hidden.shape[0] != 1:
+            return compute(self, hidden, known)
+        output = compute(self, hidden.transpose(0, 1), known)
+        return _in_a_row(output) if isinstance(output, Tensor) else tuple(map(_in_a_row, output))
+
+    return forward
+
+
+def _in_a_row(output: Tensor | None) -> Tensor | None:
+    """[T, 1, ...] → [1, T, ...]."""
+    return None if output is None else output.transpose(0, 1)
+
+
+def _compute_anew(module: nn.Module) -> Callable[[Any, Tensor, dict[str, Any]], Any] | None:
+    """The forward over our states of a module that needs one of its own."""
+    own = forward_of(module)
+    if own is None:
+        return None
+
+    def compute(self: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
+        def with_state(name: str, inputs: StateInputs, like: Tensor, index: int = 0) -> Tensor:
+            return _State(self, self.layer_idx, index).compute(name, inputs, like)
+
+        return own(self, hidden, given, with_state)
+
+    return compute
+
+
+def _compute_by_functions(
+    module: nn.Module, architecture: str, signature: inspect.Signature
+) -> Callable[[Any, Tensor, dict[str, Any]], Any]:
+    """The module's own forward, which calls our functions in the place of those in FUNCTIONS."""
+    written = inspect.unwrap(type(module).forward)
     ours = {
         name: _with_our_state(written.__globals__[name], *FUNCTIONS[name])
         for name in _names(module)
         if name in FUNCTIONS
     }
-    signature = inspect.signature(written)
     cache = next((name for name in CACHES if name in signature.parameters), None)
     if not ours or cache is None:
         raise unsupported(architecture, f"{type(module).__name__} keeps a state of an unknown kind")
@@ -209,21 +261,11 @@ def _hooked_forward(module: nn.Module, architecture: str) -> Callable[..., Any]:
         written.__closure__,
     )
     hooked.__kwdefaults__ = written.__kwdefaults__
-    named = [
-        name for name, parameter in signature.parameters.items() if parameter.kind != parameter.VAR_KEYWORD
-    ]
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _STATES.get(None) is None:
-            return plain(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        known = {name: given[name] for name in named[1:] if name in given and name != "attention_mask"}
-        hidden = known.pop(named[1])
-        is_row = hidden.shape[0] == 1
-        output = hooked(self, hidden.transpose(0, 1) if is_row else hidden, **known | {cache: _Cache(self)})
-        return output.transpose(0, 1) if is_row else output
+    def compute(self: nn.Module, hidden: Tensor, given: dict[str, Any]) -> Any:
+        return hooked(self, hidden, **given | {cache: _Cache(self)})
 
-    return forward
+    return compute
 
 
 def _with_our_state(

@@ -6,6 +6,8 @@ import pytest
 import torch
 from scalegate.layouts.states.all_states import STATE_FORMATS
 from scalegate.layouts.states.gated_delta_rule import DeltaInputs
+from scalegate.layouts.states.last_inputs import LastInputs
+from scalegate.layouts.states.linear_recurrence import RecurrenceInputs
 from scalegate.layouts.states.mamba1 import Mamba1Inputs
 from scalegate.layouts.states.mamba2 import Mamba2Inputs
 from scalegate.layouts.states.short_convolution import ConvolutionInputs
@@ -41,6 +43,8 @@ def all_inputs() -> dict[str, tuple[str, StateInputs]]:
     b, c = randn(TOKENS, 3, 8), randn(TOKENS, 3, 8)
     return {
         "convolution": ("short_convolution", ConvolutionInputs(randn(TOKENS, 5), randn(5, 4), randn(5))),
+        "window": ("last_inputs", LastInputs(randn(TOKENS, 5), 3)),
+        "recurrence": ("linear_recurrence", RecurrenceInputs(randn(TOKENS, 5), -torch.rand(TOKENS, 5))),
         "delta": ("gated_delta_rule", delta(0)),
         "kimi": ("gated_delta_rule", channel_wise),
         "mamba2": ("mamba2", Mamba2Inputs(randn(TOKENS, 6, 4), steps, b, c, -torch.rand(6) * 4, randn(6))),
@@ -51,7 +55,7 @@ def all_inputs() -> dict[str, tuple[str, StateInputs]]:
     }
 
 
-KINDS = ("convolution", "delta", "kimi", "mamba2", "mamba1")
+KINDS = ("convolution", "window", "recurrence", "delta", "kimi", "mamba2", "mamba1")
 
 
 def zeros_for(name: str, inputs: StateInputs) -> Tensor:

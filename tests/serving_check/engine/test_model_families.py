@@ -48,6 +48,7 @@ DSA = LATENT | EXPERTS | GROUPS | INDEXER
 FAMILIES = {
     "afmoe": HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1},
     "deepseek_v32": DSA,
+    "diffllama": HEADS,
     "glm_moe_dsa": DSA,
     "granitemoehybrid": HEADS
     | {"layer_types": ["full_attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0}
@@ -59,6 +60,7 @@ FAMILIES = {
     },
     "llama4_text": HEADS
     | {"attention_chunk_size": 16, "floor_scale": 16, "intermediate_size_mlp": 32, "num_local_experts": 4},
+    "hrm_text": HEADS | {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 3},
     "nemotron": HEADS,
 }
 LENGTHS = 3, 21, 50

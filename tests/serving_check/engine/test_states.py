@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import logging
 
 import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.layouts.kv.format import KV_FORMATS
-from scalegate.serving_check.engine import kv_pool
-from scalegate.serving_check.engine.attention import served_layers
+from scalegate.serving_check.engine import kv_pool, state_modules
+from scalegate.serving_check.engine.attention import UNSTATED_CONTEXT, context_length, served_layers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
@@ -59,6 +60,33 @@ MIXED = {
     },
 }
 KINDS = tuple(MIXED)
+ODD = {
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "num_hidden_layers": 2},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "block_size": 16,
+        "num_local_experts": 2,
+    },
+    "zaya": {"num_hidden_layers": 2, "num_experts": 2, "moe_intermediate_size": 64, "router_hidden_size": 16},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "mamba_dt_rank": 16,
+        "n_mamba_heads": 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "use_mamba_kernels": False,
+    },
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "lru_width": 64,
+        "attention_window_size": 32,
+    },
+}
+"""States alone, states that a forward computes with itself, and attention that layers share."""
+MIXED |= ODD
 LENGTHS = (1, 3, 21, 50, 70)
 NEW_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
@@ -104,12 +132,12 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in engine.generate(prompts(), GREEDY)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED)
 def test_tokens_are_those_of_generate_in_a_batch_of_cut_prompts(kind):
     assert answers(engine_of(kind, prefill_chunk=13)) == expected(kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXED)
 def test_preempted_requests_go_on_as_if_they_had_not_been(kind):
     engine = engine_of(kind, max_model_len=96, kv_cache_tokens=112, page_size=4, prefill_chunk=40)
     assert answers(engine) == expected(kind)
@@ -160,6 +188,15 @@ def test_attention_of_a_hybrid_takes_kv_formats():
     assert [len(answer) for answer in stored] == [NEW_TOKENS] * len(LENGTHS) and same > 0
 
 
+def test_without_a_bound_in_the_config_the_context_is_the_one_asked_for_or_a_default(caplog):
+    model = copy.deepcopy(source("mamba2"))
+    del model.config.max_position_embeddings  # no name of Mamba's config; SIZES gives it to all
+    assert context_length(model, 20_000) == 20_000 and not caplog.text
+    with caplog.at_level(logging.WARNING):
+        assert context_length(model, None) == UNSTATED_CONTEXT
+    assert "--max-model-len" in caplog.text
+
+
 def test_the_pool_counts_states(monkeypatch):
     layers = served_layers(copy.deepcopy(source("qwen3_5_text")))
     # Two layers: four heads of 16 x 16, and 3 inputs of 2 * 2 * 16 + 4 * 16 channels; all float32.
@@ -174,13 +211,8 @@ def test_the_pool_counts_states(monkeypatch):
     assert pages(layers.state_bytes) == ((1 << 20) - 64 * layers.state_bytes) // 4 // page < pages(0)
 
 
-def test_an_unknown_state_is_refused_by_name():
-    config = AutoConfig.for_model(
-        "minimax",
-        **SIZES | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-        block_size=16,
-        num_local_experts=2,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+def test_an_unknown_state_is_refused_by_name(monkeypatch):
+    monkeypatch.delitem(state_modules.FORWARDS, "MiniMaxLightningAttention")
+    model = AutoModelForCausalLM.from_config(config_of("minimax")).eval()
     with pytest.raises(UserError, match="MiniMaxLightningAttention keeps a state of an unknown kind"):
         Engine(model, EngineOptions(device="cpu", max_model_len=64), frozenset())
