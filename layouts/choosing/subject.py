@@ -11,6 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from ..formats.input_format import dynamic_input
 from ..formats.unquantized import Unquantized, UnquantizedWeight
 from ..modules.linear import QuantizedLinear
 from ..packing.layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWeight, Problem
@@ -54,7 +55,7 @@ class _DenseSubject:
         self.weight = problem.spec.random(problem.n, problem.k, problem.device)
         self.x = torch.randn(most, 1, problem.k, device=problem.device).to(problem.dtype)
         self.dense = self.weight.dequantize(torch.float32)
-        self.y = self.x[:, 0].float() @ self.dense.T
+        self.y = _rounded(self.x[:, 0].float(), problem) @ self.dense.T
 
     def pack(self, layout: AnyLayout) -> PackedWeight:
         return cast(Layout, layout).pack(self.weight, self.problem.dtype)
@@ -85,7 +86,8 @@ class _ExpertsSubject:
         count, top_k = problem.experts.count, problem.experts.top_k
         device = problem.device
         self.weights = [problem.spec.random(problem.n, problem.k, device) for _ in range(count)]
-        self.x = torch.randn(most, problem.k, device=device).to(problem.dtype)
+        # Rounded here: a model's module rounds them outside of most layouts' products.
+        self.x = _rounded(torch.randn(most, problem.k, device=device), problem).to(problem.dtype)
         draws = torch.rand(ROUTINGS, most, count, device=device)
         self.expert = draws.argsort(-1)[..., :top_k].contiguous()
         """[draws, most, top_k]: for each token different experts, all equally likely."""
@@ -126,6 +128,12 @@ def baseline_layouts(problem: Problem) -> list[AnyLayout]:
     unquantized = replace(problem, spec=Unquantized(), batch_invariance="tuned")
     layouts = [layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None]
     return layouts if problem.device.type == "cpu" and problem.experts is None else layouts[:1]
+
+
+def _rounded(x: Tensor, problem: Problem) -> Tensor:
+    """fp32 inputs as the format rounds them."""
+    input_format = dynamic_input(problem.spec)
+    return x if input_format is None else input_format.round(x)
 
 
 def _module(packed: PackedWeight) -> nn.Module:

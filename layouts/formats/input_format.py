@@ -1,7 +1,7 @@
 """How a linear layer's input is rounded, for checkpoints that quantize activations too."""
 
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -23,3 +23,18 @@ class InputFormat(Protocol):
         ...
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self: ...
+
+
+@runtime_checkable
+class RoundsInputs(Protocol):
+    """A weight format that rounds inputs as they come, with no scales in the checkpoint."""
+
+    @property
+    def dynamic_input(self) -> InputFormat | None:
+        """None if these parameters leave inputs as they are."""
+        ...
+
+
+def dynamic_input(spec: Any) -> InputFormat | None:
+    """How a layer's input is rounded if its weight's spec alone says it; else None."""
+    return spec.dynamic_input if isinstance(spec, RoundsInputs) else None

@@ -27,8 +27,11 @@ class WeightFormat(Hashable, Protocol):
 
     name: ClassVar[str]
     """The format's name in recipes, plans and manifests."""
-    shared: ClassVar[tuple[str, ...]]
-    """Tensors of its weight that all rows share: weights can be merged along N only if these are equal."""
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Tensors of its weight that all rows share: weights merge along N only if these are equal."""
+        ...
 
     @property
     def label(self) -> str:

@@ -12,12 +12,12 @@ from torch import Tensor, library, nn
 
 from ...base.batch_invariance import BatchInvariance
 from ...base.errors import UserError
-from ..formats.input_format import InputFormat
+from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.unquantized import Unquantized, UnquantizedWeight
 from ..packing.all_layouts import LAYOUTS
 from ..packing.fixed_rows import FixedRows
 from ..packing.grouped_experts import GroupedUnquantized
-from ..packing.layout import ExpertsLayout, PackedWeight
+from ..packing.layout import ExpertsLayout, PackedWeight, rounds_inputs
 from ..packing.per_expert import PerExpert
 from ..packing.routing import Routing
 from ..packing.torch_linear import TorchLinear
@@ -85,9 +85,10 @@ class PackedExperts(nn.Module):
         self.specs[name] = spec_text(part.packed.spec)
         for tensor_name, tensor in part.packed.tensors.items():
             self.register_buffer(f"{name}_{tensor_name}", tensor, persistent=False)
-        if part.input_format is not None:
-            self.input_formats[name] = part.input_format
-            for tensor_name, tensor in part.input_format.tensors().items():
+        rounding = part.input_format or dynamic_input(part.packed.spec)
+        if rounding is not None and not rounds_inputs(LAYOUTS[part.packed.layout]):
+            self.input_formats[name] = rounding
+            for tensor_name, tensor in rounding.tensors().items():
                 self.register_buffer(f"{name}_input_{tensor_name}", tensor, persistent=False)
 
     @property
@@ -200,6 +201,8 @@ def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
 def _rounded(rounding: InputFormat, x: Tensor, expert: Tensor) -> Tensor:
     """A row of x for every assignment in `expert` [A], rounded by that expert's input format."""
     of_row = {name: tensor[expert] for name, tensor in rounding.tensors().items()}
+    if not of_row:
+        return rounding.round(x)
     rows = x.repeat_interleave(expert.shape[0] // x.shape[0], dim=0)
     return rounding.with_tensors(of_row).round(rows)
 

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor, library, nn
 
-from ..formats.input_format import InputFormat
+from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.weight_format import WeightFormat, spec_from_json, spec_to_json
 from ..packing.all_layouts import LAYOUTS
-from ..packing.layout import Layout, PackedWeight
+from ..packing.layout import Layout, PackedWeight, rounds_inputs
 
 INPUT_BUFFER = "input_{}"
 
@@ -20,8 +20,9 @@ INPUT_BUFFER = "input_{}"
 class QuantizedLinear(nn.Module):
     """`y = x @ W.T + bias` with W packed; the packed tensors are the module's buffers.
 
-    x: [..., K] in the packed dtype; y: [..., N] in the same dtype. With an `input_format`, x is rounded to it
-    first, in every layout: the checkpoint defines that, not the kernel.
+    x: [..., K] in the packed dtype; y: [..., N] in the same dtype. With an `input_format`, or one that the
+    weight's spec has, x is rounded to it first, in every layout: the checkpoint defines that, not the kernel.
+    Only where and in which precision is the layout's.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: InputFormat | None = None):
@@ -34,9 +35,10 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
         self._has_bias = bias is not None
-        self.input_format = input_format
-        if input_format is not None:
-            for name, tensor in input_format.tensors().items():
+        self.input_format = input_format or dynamic_input(packed.spec)
+        self._rounds_before = self.input_format is not None and not rounds_inputs(self.layout)
+        if self.input_format is not None:
+            for name, tensor in self.input_format.tensors().items():
                 self.register_buffer(INPUT_BUFFER.format(name), tensor, persistent=False)
 
     @property
@@ -64,7 +66,7 @@ class QuantizedLinear(nn.Module):
         # and the bias flag are plain attributes, since a buffer or parameter is looked up four times slower,
         # and the shape that decoders use is written out, since unpacking it costs another microsecond.
         rows = x.reshape(-1, self.in_features).contiguous()
-        if self.input_format is not None:
+        if self._rounds_before and self.input_format is not None:
             rows = self.input_format.round(rows)
         if torch.compiler.is_compiling():
             y = _packed_product(rows, self._packed, self._spec)

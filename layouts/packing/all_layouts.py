@@ -8,6 +8,7 @@ from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
 from .cpu_int4_tiles import CPU_INT4_TILES
 from .dequantize import Dequantize
 from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
+from .emulated import CPU_EMULATED, EMULATED
 from .fixed_rows import FixedRows
 from .gemlite import GemLite
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
@@ -22,7 +23,15 @@ from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
 from .torch_linear import TorchLinear
 
-FOR_A_CPU: tuple[Layout, ...] = (TorchLinear(), CPU_INT4, CPU_DEQUANTIZED, Dequantize(), CPU_INT4_FLOAT32)
+FOR_A_CPU: tuple[Layout, ...] = (
+    TorchLinear(),
+    CPU_INT4,
+    CPU_DEQUANTIZED,
+    CPU_EMULATED,
+    Dequantize(),
+    CPU_INT4_FLOAT32,
+    EMULATED,
+)
 
 IN_ORDER: tuple[AnyLayout, ...] = (
     TorchLinear(),
@@ -36,10 +45,12 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     IQ2_XXS,
     CPU_INT4,
     CPU_DEQUANTIZED,
+    CPU_EMULATED,
     GPU_DEQUANTIZED,
     # Layouts below the exact product are chosen only by a measurement or by the user: they round what should
     # be float32, or are slower still, or use third-party kernels, which are checked before they are used.
     Dequantize(),
+    EMULATED,
     CpuOneDnn(),
     CPU_INT4_CAST,
     CPU_INT4_FLOAT32,
@@ -57,7 +68,9 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     PerExpert(TorchLinear()),
     PerExpert(CPU_INT4),
     PerExpert(CPU_DEQUANTIZED),
+    PerExpert(CPU_EMULATED),
     PerExpert(Dequantize()),
+    PerExpert(EMULATED),
     PerExpert(CPU_INT4_CAST),
     PerExpert(CPU_INT4_FLOAT32),
     GroupedDequantize(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..formats.fp8 import FP8
 from ..formats.int8 import Int8
 from ..formats.iq2_xxs import IQ2XXS
 from ..formats.nvfp4 import NVFP4
@@ -69,4 +70,4 @@ def _has_bf16_product() -> bool:
 
 
 CPU_DEQUANTIZED = DequantizeOnce("cpu_dequantized", CPU_FORMATS, "cpu")
-GPU_DEQUANTIZED = DequantizeOnce("gpu_dequantized", (Int8,), "cuda")
+GPU_DEQUANTIZED = DequantizeOnce("gpu_dequantized", (Int8, FP8), "cuda")

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ...base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, INVARIANCE_MODES, row_tiles
 from ..formats.weight_format import Weight
-from .layout import Layout, PackedWeight, Problem, Serves
+from .layout import Layout, PackedWeight, Problem, Serves, rounds_inputs
 
 SUFFIX = "_fixed_rows"
 
@@ -24,12 +24,13 @@ class FixedRows:
         self.dense = dense
         self.name = dense.name + SUFFIX
         self.kernel = dense.kernel
+        self.rounds_inputs = rounds_inputs(dense)
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.batch_invariance == "tuned":
             return FOR_INVARIANCE_ONLY
-        refusal = Serves(device="cpu", invariance_modes=INVARIANCE_MODES).refuses(problem)
-        return refusal or self.dense.refuses(replace(problem, batch_invariance="tuned"))
+        serves = Serves(device="cpu", invariance_modes=INVARIANCE_MODES, rounds_inputs=self.rounds_inputs)
+        return serves.refuses(problem) or self.dense.refuses(replace(problem, batch_invariance="tuned"))
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         return replace(self.dense.pack(weight, dtype), layout=self.name)

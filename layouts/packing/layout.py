@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import BatchInvariance
 from ...base.registry import Registry
+from ..formats.input_format import dynamic_input
 from ..formats.weight_format import Weight, WeightFormat
 from .routing import Routing
 
@@ -100,6 +101,8 @@ class Serves:
     invariance_modes: tuple[BatchInvariance, ...] = ("tuned",)
     capability: tuple[int, int] | None = None
     """The least compute capability of a CUDA device."""
+    rounds_inputs: bool = False
+    """Whether it rounds inputs itself if the format rounds them as they come (`RoundingLayout`)."""
 
     def refuses(self, problem: Problem) -> str | None:
         """None if all of this holds, otherwise the reason in a few words."""
@@ -116,6 +119,9 @@ class Serves:
             return f"takes {taken} activations, not {_dtype_name(problem.dtype)}"
         if problem.batch_invariance not in self.invariance_modes:
             return f"is not batch-invariant as {problem.batch_invariance!r} asks"
+        is_emulated = problem.device.type == "cpu" and dynamic_input(problem.spec) is not None
+        if is_emulated and not self.rounds_inputs:
+            return "takes rounded inputs in 16 bits, and a CPU emulates them in float32"
         if self.capability is not None and torch.cuda.get_device_capability(problem.device) < self.capability:
             return f"needs compute capability {'.'.join(map(str, self.capability))}"
         return None
@@ -172,6 +178,19 @@ class ExpertsLayout(Protocol):
         y: [T * top_k, N]. On CUDA it must not wait for the device, since it runs inside CUDA graphs.
         """
         ...
+
+
+@runtime_checkable
+class RoundingLayout(Protocol):
+    """A layout that can round inputs by itself, in more precision than their dtype has."""
+
+    @property
+    def rounds_inputs(self) -> bool: ...
+
+
+def rounds_inputs(layout: object) -> bool:
+    """Whether a layout's product takes inputs as they are, and rounds them as the weight's spec says."""
+    return isinstance(layout, RoundingLayout) and layout.rounds_inputs
 
 
 AnyLayout = Layout | ExpertsLayout

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES
 from ..formats.weight_format import Weight
-from .layout import Layout, PackedWeight, Problem, Serves
+from .layout import Layout, PackedWeight, Problem, Serves, rounds_inputs
 from .routing import Routing
 
 SUFFIX = "_per_expert"
@@ -24,10 +24,16 @@ class PerExpert:
         self.dense = dense
         self.name = dense.name + SUFFIX
         self.kernel = dense.kernel
+        self.rounds_inputs = rounds_inputs(dense)
 
     def refuses(self, problem: Problem) -> str | None:
-        refusal = Serves(device="cpu", experts=True, invariance_modes=INVARIANCE_MODES).refuses(problem)
-        return refusal or self.dense.refuses(replace(problem, experts=None))
+        serves = Serves(
+            device="cpu",
+            experts=True,
+            invariance_modes=INVARIANCE_MODES,
+            rounds_inputs=self.rounds_inputs,
+        )
+        return serves.refuses(problem) or self.dense.refuses(replace(problem, experts=None))
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         packed = [self.dense.pack(weight, dtype) for weight in weights]

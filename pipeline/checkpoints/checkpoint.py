@@ -72,6 +72,8 @@ class Checkpoint:
     """Those of the shards that the index does not name, such as `mtp.safetensors`; some readers skip them."""
     left_out: tuple[str, ...] = ()
     """Tensors that are in the files and not in `tensors`, since a recipe leaves them out."""
+    as_released: bool = False
+    """Whether it is judged as what another tool releases, though no manifest of ours says so."""
 
     @property
     def public_name(self) -> str:
@@ -82,6 +84,11 @@ class Checkpoint:
     def manifest(self) -> Artifact | None:
         """The artifact's manifest, read once; None if this is no artifact. UserError if it cannot be read."""
         return Artifact.read(self.folder) if (self.folder / MANIFEST_NAME).is_file() else None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether FP8 in it is what is released, and not a source's way of storing 16-bit weights."""
+        return self.as_released or (self.folder / MANIFEST_NAME).is_file()
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:

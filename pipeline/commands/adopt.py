@@ -7,6 +7,7 @@ records. Nothing of the checkpoint is changed.
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def adopt(
         raise UserError(f"{folder} is no folder; download the checkpoint: its manifest is written into it")
     if (folder / MANIFEST_NAME).exists():
         raise UserError(f"{folder} has a {MANIFEST_NAME} already; remove it to adopt the checkpoint again")
-    ours = open_checkpoint(str(folder))
+    ours = replace(open_checkpoint(str(folder)), as_released=True)
     source = open_baseline(ours, str(baseline), baseline_revision)
     convention = convention_of(ours)
     stored = stored_weights(ours)

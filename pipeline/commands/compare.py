@@ -6,6 +6,7 @@ Without a server, and not for a verdict: nothing is decided here.
 import gc
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 import torch
@@ -52,7 +53,7 @@ def compare(
     dtype:    of activations, for all alike
     """
     warn_if_untested()
-    checkpoints = [open_checkpoint(str(model)) for model in models]
+    checkpoints = [replace(open_checkpoint(str(model)), as_released=True) for model in models]
     if not checkpoints:
         raise UserError("nothing to compare; name one quantized checkpoint or more")
     other = open_baseline(checkpoints[0], None if baseline is None else str(baseline))
@@ -64,7 +65,7 @@ def compare(
     total = len(checkpoints) * sum(window.numel() for window in windows.windows)
     with progress_bar(total=total, desc="comparing", unit="tok", shown=progress) as bar:
         for checkpoint, name in zip(checkpoints, distinct_names(checkpoints), strict=True):
-            loaded = load_model(checkpoint.folder, device=where, dtype=kind, progress=progress).model
+            loaded = load_model(checkpoint, device=where, dtype=kind, progress=progress).model
             if loaded.config.get_text_config().vocab_size != reference.config.get_text_config().vocab_size:
                 raise UserError(
                     f"{checkpoint.source} is no quantization of {other.source}: its vocabulary is another"

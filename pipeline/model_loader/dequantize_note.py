@@ -1,6 +1,7 @@
-"""The notice that quantized layers are dequantized anew for every product, which is right but slow.
+"""Notices that quantized layers are served rightly but slowly.
 
-That happens if every other layout refuses a format, a dtype or a device.
+They are dequantized anew for every product if every other layout refuses a format, a dtype or a device; and
+formats that round inputs are emulated, since no layout multiplies rounded inputs by themselves yet.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...layouts.choosing.choose import default_layout
+from ...layouts.formats.input_format import dynamic_input
 from ...layouts.packing.layout import Problem
 
 DEQUANTIZE = "dequantize"
@@ -34,6 +36,20 @@ def dequantized_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]
     return (
         f"{len(slow)} of {len(layouts)} quantized products ({first.spec.label}) are dequantized anew at "
         f"every step: no layout is preferred for them in {dtype} on {first.device.type}. {advice}."
+    )
+
+
+def emulation_note(problems: Mapping[str, Problem]) -> str | None:
+    """One sentence on the products whose inputs are rounded as they come; None if there are none."""
+    emulated = [problem for problem in problems.values() if dynamic_input(problem.spec) is not None]
+    if not emulated:
+        return None
+    first = emulated[0]
+    bits = 32 if first.device.type == "cpu" else 16
+    return (
+        f"{len(emulated)} of {len(problems)} quantized products ({first.spec.label}) are emulated: inputs "
+        f"are rounded as the format says and multiplied in {bits} bits. Quality is the format's; speed is "
+        "not that of hardware that multiplies it."
     )
 
 

@@ -22,7 +22,7 @@ from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.convention import StoredWeight
 from ..conventions.declared import stored_weights
 from .contradictions import refuse_misdeclared
-from .dequantize_note import dequantized_note
+from .dequantize_note import dequantized_note, emulation_note
 from .merge_groups import merge_groups
 from .skeleton import build_skeleton
 from .weight_loader import LayoutPicker, WeightLoader
@@ -77,9 +77,11 @@ def load_model(
     for name, count in Counter(loader.layouts.values()).items():
         logger.debug(f"{checkpoint.source}: {count} products in layout {name}")
     # Whoever names a layout needs no notice about it.
-    note = dequantized_note(loader.problems, loader.layouts) if progress and layout is None else None
-    if note is not None:
-        logger.warning(note)
+    notes = [dequantized_note(loader.problems, loader.layouts) if layout is None else None]
+    notes.append(emulation_note(loader.problems))
+    for note in notes:
+        if progress and note is not None:
+            logger.warning(note)
     return LoadedModel(
         model=skeleton,
         tokenizer=tokenizer or load_tokenizer(checkpoint),

@@ -1,6 +1,11 @@
 """Every scheme; import `SCHEMES` from here. A new one is one file and one line here."""
 
-from . import nvfp4_pack_quantized, pack_quantized, pack_quantized_int8  # noqa: F401 - registers them
+from . import (  # noqa: F401 - registers them
+    float_quantized,
+    nvfp4_pack_quantized,
+    pack_quantized,
+    pack_quantized_int8,
+)
 from .scheme import SCHEMES
 
 __all__ = ["SCHEMES"]

@@ -1,6 +1,12 @@
 """Every quantizer; import `QUANTIZERS` from here. A new one is one file and one line here."""
 
-from . import int4_quantizer, int8_quantizer, iq2_xxs_quantizer, nvfp4_quantizer  # noqa: F401 - registers them
+from . import (  # noqa: F401 - registers them
+    fp8_quantizer,
+    int4_quantizer,
+    int8_quantizer,
+    iq2_xxs_quantizer,
+    nvfp4_quantizer,
+)
 from .quantizer import QUANTIZERS
 
 __all__ = ["QUANTIZERS"]

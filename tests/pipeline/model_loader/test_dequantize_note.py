@@ -3,10 +3,11 @@
 import pytest
 import torch
 from scalegate.layouts.choosing.choose import default_layout
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing.layout import Problem
-from scalegate.pipeline.model_loader.dequantize_note import dequantized_note
+from scalegate.pipeline.model_loader.dequantize_note import dequantized_note, emulation_note
 
 CPU = torch.device("cpu")
 
@@ -24,3 +25,10 @@ def test_a_product_without_a_kernel_is_said_and_one_with_is_not(dtype, words):
 def test_the_format_is_called_by_its_own_name():
     note = dequantized_note({"up": Problem(NVFP4(), 256, 256, torch.bfloat16, CPU)}, {"up": "dequantize"})
     assert note is not None and "(NVFP4) are dequantized anew at every step" in note
+
+
+def test_what_is_emulated_is_said_with_what_that_is_worth():
+    plain = Problem(NVFP4(), 256, 256, torch.bfloat16, CPU)
+    assert emulation_note({"up": plain}) is None
+    note = emulation_note({"up": plain, "down": Problem(FP8(), 256, 256, torch.bfloat16, CPU)})
+    assert note is not None and "1 of 2 quantized products (FP8" in note and "in 32 bits" in note

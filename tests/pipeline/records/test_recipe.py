@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from scalegate.base.errors import UserError
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
@@ -41,6 +42,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
     int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq", "best")}
     assert specs == int4 | {
+        "fp8": FP8(),
         "int8": Int8(128),
         "nvfp4": NVFP4(),
         "nvfp4-gptq": NVFP4(),
@@ -53,6 +55,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
         kv_formats
         == dict.fromkeys(int4, "unquantized")
         | {
+            "fp8": "unquantized",
             "int8": "unquantized",
             "nvfp4": "unquantized",
             "nvfp4-gptq": "unquantized",
@@ -115,10 +118,10 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("group_size: 64\ngroup_size: 32\n", "line 2: key 'group_size' is there twice"),
         ("- a\n- b\n", "a recipe is a mapping"),
         ("", "a recipe is a mapping"),
-        ("format: int5\n", "line 1: `format` is one of int4"),
+        ("format: int5\n", "line 1: `format` is one of fp8, int4"),
         (
             "\nformat: [int4]\n",
-            "line 2: `format` is one of int4, int8, iq2-xxs, nvfp4, unquantized; not ['int4']",
+            "line 2: `format` is one of fp8, int4, int8, iq2-xxs, nvfp4, unquantized; not ['int4']",
         ),
         ("format: nvfp4\ngroup_size: 64\n", "line 2: unknown key 'group_size'; "),
         ("group_size: 100\n", "multiple of 16"),
@@ -147,7 +150,7 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("rules:\n  - modules: [a, b]\n    ignore: true\n", "line 2: `modules` is a module pattern, such as"),
         ("rules: 3\n", "list of rules"),
         ("rules:\n  - a\n", "line 2: a rule is a mapping"),
-        ("rules:\n  - modules: a\n    format: int5\n", "line 3: `format` is one of int4"),
+        ("rules:\n  - modules: a\n    format: int5\n", "line 3: `format` is one of fp8, int4"),
         ("rules:\n  - modules: a\n    group_size: 100\n", "line 3: `group_size` is a multiple of 16"),
         (
             "rules:\n  - modules: a\n    format: nvfp4\n    symmetric: true\n",

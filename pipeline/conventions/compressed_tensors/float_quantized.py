@@ -1,0 +1,80 @@
+"""FP8 in compressed-tensors, `float-quantized`: E4M3 weights, inputs rounded to E4M3 as they come.
+
+`weight` float8_e4m3fn [N, K] and `weight_scale` [N, 1] (strategy `channel`) or [1] (`tensor`), a multiplier.
+A source in this form is read as the 16-bit weights that it stands for.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ....layouts.formats.e4m3 import E4M3
+from ....layouts.formats.fp8 import FP8, ROW, TENSOR, FP8Weight
+from ....layouts.formats.input_format import InputFormat
+from ....layouts.formats.weight_format import Weight, WeightFormat
+from ...checkpoints.checkpoint import Checkpoint
+from ..convention import StoredWeight
+from ..fp8 import stored_float8
+from ..stored import FLOAT_DTYPES, require_tensor, scalar_shape
+from .scheme import SCHEMES
+
+EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+STRATEGIES = {ROW: "channel", TENSOR: "tensor"}
+PER_TOKEN = EIGHT_BITS | {"strategy": "token", "dynamic": True}
+
+
+class FloatQuantized:
+    format = "float-quantized"
+    reads = "FP8 float-quantized"
+    suffix = ".weight"
+    dtypes = (E4M3,)
+
+    def recognizes(self, group: Mapping[str, Any]) -> bool:
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        return (
+            group["format"] == self.format
+            and (weights.get("num_bits"), weights.get("type")) == (8, "float")
+            and weights.get("strategy") in STRATEGIES.values()
+            and PER_TOKEN.items() <= inputs.items()
+        )
+
+    def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
+        if not checkpoint.is_released:
+            return stored_float8(checkpoint, module)
+        name, scale_name = module + self.suffix, f"{module}.weight_scale"
+        n, k = require_tensor(checkpoint, name, (E4M3,)).shape
+        is_row = group["weights"]["strategy"] == STRATEGIES[ROW]
+        spec = FP8(ROW if is_row else TENSOR)
+        require_tensor(checkpoint, scale_name, FLOAT_DTYPES, (n, 1) if is_row else None)
+        if not is_row:
+            scalar_shape(checkpoint, scale_name)
+
+        def read() -> FP8Weight:
+            scale = checkpoint.read(scale_name)
+            return FP8Weight(spec, checkpoint.read(name), scale if is_row else scale.reshape(()))
+
+        shared = () if is_row else (scale_name,)
+        return StoredWeight(
+            module, (n, k), spec, (name, scale_name), read, lambda: spec.dynamic_input, shared
+        )
+
+    def refuses(self, spec: WeightFormat) -> str | None:
+        return None if isinstance(spec, FP8) else f"{self.format} cannot store {spec.label}"
+
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
+        if not isinstance(weight, FP8Weight):
+            raise ValueError(f"{module}: {self.refuses(weight.spec)}")
+        scale = weight.scale if weight.spec.scale == ROW else weight.scale.reshape(1)
+        return {module + self.suffix: weight.codes, f"{module}.weight_scale": scale.contiguous()}
+
+    def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
+        if not isinstance(spec, FP8):
+            raise ValueError(self.refuses(spec))
+        return EIGHT_BITS | {"strategy": STRATEGIES[spec.scale], "group_size": None, "dynamic": False}
+
+    def inputs_config(self, spec: WeightFormat) -> dict[str, Any]:
+        return dict(PER_TOKEN)
+
+
+SCHEMES.add(FP8.name, FloatQuantized())

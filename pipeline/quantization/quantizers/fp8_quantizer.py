@@ -1,0 +1,33 @@
+"""The FP8 quantizer: the best scale for each row, or one scale that merged weights share."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ....layouts.formats.fp8 import FP8
+from ....layouts.formats.weight_format import WeightFormat
+from .fp8_least_squares import quantize_fp8, shared_scale
+from .quantizer import QUANTIZERS, QuantizedWeight
+
+
+class FP8Quantizer:
+    def refuses(self, spec: WeightFormat) -> str | None:
+        return None if isinstance(spec, FP8) else f"the FP8 quantizer does not make {spec.label}"
+
+    def measure(self, values: Tensor) -> float:
+        """The largest magnitude."""
+        return float(values.abs().amax())
+
+    def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
+        return {"scale": shared_scale(largest)}
+
+    def quantize(
+        self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
+    ) -> QuantizedWeight:
+        if not isinstance(spec, FP8):
+            raise ValueError(self.refuses(spec))
+        return quantize_fp8(values, spec, scale_dtype, shared.get("scale"))
+
+
+QUANTIZERS.add(FP8.name, FP8Quantizer())
