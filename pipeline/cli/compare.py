@@ -1,7 +1,6 @@
 """`pipeline compare`: parses options, calls `compare` and prints a table."""
 
 import json
-from pathlib import Path
 
 import click
 
@@ -55,15 +54,10 @@ def command(
         pipeline compare out ORG/Qwen3-8B-AWQ --card
     """
     from ..commands.compare import compare
-    from ..records.artifact import Artifact
 
-    folder = Path(models[0]).expanduser()
-    if card:
-        # Refused before anything is measured.
-        Artifact.read(folder)
-    found = compare(models, baseline, text=text, quality_tokens=quality_tokens, device=device, dtype=dtype)
-    if card:
-        found.write(folder)
+    found = compare(
+        models, baseline, text=text, quality_tokens=quality_tokens, device=device, dtype=dtype, card=card
+    )
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
         return

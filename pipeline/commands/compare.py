@@ -44,6 +44,7 @@ def compare(
     quality_tokens: int = QUALITY_TOKENS,
     device: str = "auto",
     dtype: str = "auto",
+    card: bool = False,
     progress: bool = True,
 ) -> Comparison:
     """Hold each of `models` (folders or Hub ids, of any convention we read) against the baseline.
@@ -51,11 +52,14 @@ def compare(
     baseline: the unquantized checkpoint; None takes the one that the first model was made from
     text:     held-out text (plain, or .jsonl with `text`); None takes the one that Scalegate brings
     dtype:    of activations, for all alike
+    card:     save the comparison in the first model's folder; its model card then shows it
     """
     warn_if_untested()
     checkpoints = [replace(open_checkpoint(str(model)), as_released=True) for model in models]
     if not checkpoints:
         raise UserError("nothing to compare; name one quantized checkpoint or more")
+    if card:
+        _require_artifact(checkpoints[0])
     other = open_baseline(checkpoints[0], None if baseline is None else str(baseline))
     where, kind = resolve_device(device), resolve_dtype(dtype)
     given = None if text is None else read_held_out(Path(text), checkpoints[0], other, quality_tokens)
@@ -73,18 +77,10 @@ def compare(
             figures = compare_predictions(loaded, reference, windows.windows, bar.update)
             del loaded
             _release_memory()
-            manifest = checkpoint.manifest
-            weights = compare_weights(
-                checkpoint,
-                other,
-                manifest,
-                has_kv_format=manifest is not None and manifest.kv_cache != UNQUANTIZED,
-                device=where,
-                progress=progress,
-            )
+            weights = _compare_weights(checkpoint, other, where, progress)
             found.append(_compared(checkpoint, name, figures, weights))
     first = checkpoints[0].manifest
-    return Comparison(
+    comparison = Comparison(
         baseline=other.public_name,
         baseline_nats_per_token=figures.baseline_nats_per_token,
         tokens=figures.tokens,
@@ -93,6 +89,19 @@ def compare(
         bytes_digest=first.bytes_digest() if first else None,
         models=tuple(found),
     )
+    if card:
+        comparison.write(checkpoints[0].folder)
+    return comparison
+
+
+def _require_artifact(first: Checkpoint) -> None:
+    """UserError if a comparison cannot be saved for the card of `first`."""
+    if first.revision is not None or first.manifest is None:
+        raise UserError(
+            f"--card saves the comparison in the folder of the first model, and {first.source} is no folder "
+            "of an artifact; leave --card out, or name an artifact that `pipeline quantize` or "
+            "`pipeline adopt` made"
+        )
 
 
 def distinct_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -108,6 +117,16 @@ def _distinct(way: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
         if all(other[-parts:] != way[-parts:] for other in others):
             return str(PurePath(*way[-parts:]))
     return str(PurePath(*way))
+
+
+def _compare_weights(
+    checkpoint: Checkpoint, baseline: Checkpoint, device: str, progress: bool
+) -> WeightComparison | None:
+    manifest = checkpoint.manifest
+    has_kv_format = manifest is not None and manifest.kv_cache != UNQUANTIZED
+    return compare_weights(
+        checkpoint, baseline, manifest, has_kv_format=has_kv_format, device=device, progress=progress
+    )
 
 
 def _compared(

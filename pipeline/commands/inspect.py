@@ -16,7 +16,7 @@ from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
 from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import declared_kv_format
-from ..publishing.examination import examine
+from ..publishing.examination import Examination, examine
 from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.signature import Signature
 
@@ -113,8 +113,9 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
         kv_cache=declared_kv_format(checkpoint),
         is_artifact=False,
     )
-    if (checkpoint.folder / MANIFEST_NAME).is_file():
-        _add_records(inspection, checkpoint.folder, None if signers is None else Path(signers))
+    if checkpoint.manifest is not None:
+        found = examine(checkpoint.folder, checkpoint.manifest, None if signers is None else Path(signers))
+        _add_records(inspection, found)
     return inspection
 
 
@@ -145,8 +146,7 @@ def _kept(checkpoint: Checkpoint, in_formats: set[str]) -> list[str]:
     ]
 
 
-def _add_records(inspection: Inspection, folder: Path, signers: Path | None) -> None:
-    found = examine(folder, signers)
+def _add_records(inspection: Inspection, found: Examination) -> None:
     manifest = found.manifest
     inspection.is_artifact = True
     inspection.source, inspection.source_revision = manifest.source, manifest.source_revision

@@ -97,7 +97,7 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
     Raises UserError unless all its records hold together, the verdict is a pass that follows from its raw
     figures, given for exactly these bytes, and no weaker than the release policy.
     """
-    found = examine(folder)
+    found = examine(folder, Artifact.read(folder))
     for finding in found.findings:
         if finding.holds == "no" or (found.verdict is None and finding.name == "verdict"):
             raise UserError(finding.said)

@@ -217,9 +217,9 @@ def _quantize_into(
     shards, read = _write_all_shards(job, work, max_shard_bytes, ranks, progress)
 
     def finish() -> Artifact:
-        if ranks.is_first:
-            _finish(job, work.reload(), shards, copied, parameters, told | read)
-        return Artifact.read(folder)
+        if not ranks.is_first:
+            return Artifact.read(folder)
+        return _finish(job, work.reload(), shards, copied, parameters, told | read)
 
     return ranks.in_turn("manifest", finish)
 
@@ -288,8 +288,8 @@ def _finish(
     copied: Mapping[str, Path],
     parameters: dict[str, Any],
     told: dict[str, Any],
-) -> None:
-    """All but the shards, the manifest last."""
+) -> Artifact:
+    """Write all but the shards, the manifest last, and return it."""
     write_rest(job, record, shards, copied)
     sidecars = job.convention.sidecars(job.quantization_config)
     written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}
@@ -297,6 +297,7 @@ def _finish(
     remember_source(record.folder, job.checkpoint)
     artifact.write(record.folder)
     record.remove()
+    return artifact
 
 
 def _refuse_inside_itself(checkpoint: Checkpoint, folder: Path) -> None:

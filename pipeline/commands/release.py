@@ -93,8 +93,8 @@ def release(
     if request.making.overwrite or not (folder / MANIFEST_NAME).is_file():
         _ask_first(open_checkpoint(model, request.making.revision), chosen, request, folder, to)
     result = ReleaseResult(folder)
-    _quantize(result, model, recipe, chosen.name, request, progress)
-    _lay_out(result, folder, request, progress)
+    artifact = _quantize(result, model, recipe, chosen.name, request, progress)
+    _lay_out(result, folder, artifact, request, progress)
     rival = _make_rival(result, model, chosen, request, progress)
     result.verdict = _validate(result, rival, request, progress)
     if result.verdict.status != "pass":
@@ -134,10 +134,11 @@ def _quantize(
     name: str,
     request: ReleaseRequest,
     progress: bool,
-) -> None:
+) -> Artifact:
     artifact, finished = _make(model, recipe, result.artifact, request, request.making, progress)
     at = f" at {artifact.source_revision}" if artifact.source_revision else ""
     _note(result, "quantize", finished, f"{result.artifact} is {model}{at} by {name}")
+    return artifact
 
 
 def _make_rival(
@@ -149,9 +150,9 @@ def _make_rival(
         return named or None
     folder = rival_folder(result.artifact.parent, model, named)
     # Its own recipe says which convention can store it.
-    _, finished = _make(model, named, folder, request, replace(request.making, export=None), progress)
+    artifact, finished = _make(model, named, folder, request, replace(request.making, export=None), progress)
     _note(result, "rival", finished, f"{folder} is {model} by {named}")
-    _lay_out(result, folder, request, progress)
+    _lay_out(result, folder, artifact, request, progress)
     return str(folder)
 
 
@@ -174,7 +175,9 @@ def _make(
     return artifact, finished
 
 
-def _lay_out(result: ReleaseResult, folder: Path, request: ReleaseRequest, progress: bool) -> None:
+def _lay_out(
+    result: ReleaseResult, folder: Path, artifact: Artifact, request: ReleaseRequest, progress: bool
+) -> None:
     workload = request.workload
     laid_out = lay_out(
         folder,
@@ -182,7 +185,7 @@ def _lay_out(result: ReleaseResult, folder: Path, request: ReleaseRequest, progr
         force=request.engine.layout if folder == result.artifact else None,
         device=request.device or AUTO,
         dtype=request.engine.dtype,
-        kv=Artifact.read(folder).kv_cache != UNQUANTIZED,
+        kv=artifact.kv_cache != UNQUANTIZED,
         contexts=(workload.input_len + workload.output_len,),
         progress=progress,
     )

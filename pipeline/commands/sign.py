@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...base.errors import UserError
 from ..publishing.examination import examine
-from ..records.artifact import VERDICT_NAME
+from ..records.artifact import VERDICT_NAME, Artifact
 from ..records.signature import Signature, check_signature, sign_file
 
 
@@ -14,7 +14,7 @@ def sign(artifact: str | Path, key: str | Path) -> Signature:
     UserError where there is no verdict, or where it does not hold for what lies there.
     """
     folder = Path(artifact).expanduser()
-    found = examine(folder)
+    found = examine(folder, Artifact.read(folder))
     for finding in found.findings:
         if finding.holds == "no" and finding.name != "signature":
             raise UserError(finding.said)

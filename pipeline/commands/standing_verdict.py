@@ -21,7 +21,7 @@ from .release_request import ReleaseRequest
 
 def standing_pass(folder: Path, rival: str | None, request: ReleaseRequest) -> tuple[Verdict | None, str]:
     """A passing verdict that answers what is asked now, or why there is none."""
-    examination = examine(folder)
+    examination = examine(folder, Artifact.read(folder))
     verdict = examination.verdict
     if verdict is None:
         return None, "there was no verdict"

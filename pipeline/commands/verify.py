@@ -71,7 +71,7 @@ def verify(model: str | Path, revision: str | None = None, signers: str | Path |
         raise UserError(f"{folder} is a folder; --revision is for Hub ids")
     if not (folder / MANIFEST_NAME).is_file():
         raise UserError(f"{model} has no {MANIFEST_NAME}: it is not a release of Scalegate's")
-    found = examine(folder, None if signers is None else Path(signers))
+    found = examine(folder, Artifact.read(folder), None if signers is None else Path(signers))
     findings = [*found.findings]
     if found.verdict is not None:
         findings += _conclusions(found.verdict)

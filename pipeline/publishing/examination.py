@@ -63,12 +63,9 @@ class Examination:
         return [finding for finding in self.findings if finding.holds == "no"]
 
 
-def examine(folder: Path, signers: Path | None = None) -> Examination:
-    """Hash every file of `folder` and hold its records against one another.
-
-    UserError where it has no manifest that can be read; everything else is a finding.
-    """
-    found = Examination(folder, Artifact.read(folder))
+def examine(folder: Path, manifest: Artifact, signers: Path | None = None) -> Examination:
+    """Hash every file of `folder`, whose manifest is given, and hold its records against one another."""
+    found = Examination(folder, manifest)
     found.findings.append(_files(found))
     found.findings.append(_kinds(found))
     path = folder / VERDICT_NAME

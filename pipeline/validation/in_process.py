@@ -218,7 +218,8 @@ def _load(
     batch_invariance: BatchInvariance = "tuned",
 ) -> LoadedModel:
     return load_model(
-        checkpoint.folder,
+        # A server loads those tensors, too, that a recipe leaves out.
+        checkpoint.folder if checkpoint.left_out else checkpoint,
         device=options.engine.device,
         dtype=resolve_dtype(dtype),
         layout=layout,
