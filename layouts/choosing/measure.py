@@ -57,12 +57,12 @@ def measure(
 
     usable: dict[str, PackedWeight] = {}
     for name in layouts:
-        refusal = LAYOUTS[name].refuses(problem)
+        packed, refusal = None, LAYOUTS[name].refuses(problem)
         if refusal is None:
             prepare = partial(_pack_and_check, LAYOUTS[name], subject, ms)
             packed, refusal = _within(allowance, longest, name, prepare)
-            if packed is not None:
-                usable[name] = packed
+        if packed is not None:
+            usable[name] = packed
         if refusal is not None:
             found.refusals[name] = refusal
 
@@ -93,9 +93,7 @@ def measure(
         ]
         on_measured(m)
     # A layout that fails at one M is refused at all of them.
-    found.measurements = [
-        measurement for measurement in found.measurements if measurement.layout not in found.refusals
-    ]
+    found.measurements = [each for each in found.measurements if each.layout not in found.refusals]
     return found
 
 

@@ -15,13 +15,14 @@ from ...base.option_fields import takes
 from ...serving_check.engine.options import AUTO, SIZED
 from ...serving_check.gate.record import parse_verdict
 from ...serving_check.statistics.decide import LOOKS
-from ..checkpoints.checkpoint import CONFIG_NAME, open_checkpoint
+from ..checkpoints.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..machine.device import resolve_device, resolve_dtype
 from ..publishing.bundle import CARD_NAME
 from ..publishing.hub.failures import HubNotAskedError
 from ..quantization.estimate import Estimate
 from ..records.artifact import MANIFEST_NAME, REPORT_FOLDER, VERDICT_NAME
+from ..records.recipe import Recipe
 from ..records.recipe_file import load_recipe
 from ..report.names import REPORT_NAMES
 from ..validation.gpu_memory import served_bytes
@@ -33,6 +34,7 @@ from .release import artifact_folder
 from .release_request import (
     DEFAULT_WORK,
     GROUPS,
+    ReleaseRequest,
     read_request,
     refuse_exploratory,
     refuse_unserved_source,
@@ -89,7 +91,7 @@ def preview_release(
     """What `release` would do with the same arguments. UserError where it would refuse them."""
     model, chosen = str(model), load_recipe(recipe)
     request = read_request(options, chosen)
-    validation, publication, workload = request.validation, request.publication, request.workload
+    publication = request.publication
     folder = artifact_folder(work, model, chosen)
     refuse_exploratory(chosen, request)
     notes = []
@@ -117,39 +119,46 @@ def preview_release(
             notes.append(f"the Hub was not asked whether it takes the card: {reason.message}")
         planned = planned_files(source, chosen, request, folder, to, quantized.bytes_written)
         refuse_later(source, request, planned)
-    numbers = sum(math.prod(info.shape) for info in source.tensors.values())
-    rival = validation.rival or chosen.rival or None
-    sides = 2 if rival is None else 3
-    device = torch.device(resolve_device(request.device or AUTO))
-    dtype = resolve_dtype(request.engine.dtype) or default_dtype(source)
-    seconds = least_serving_seconds(numbers, workload, sides, device, dtype)
-    validated = ServingEstimate(
-        ms=workload.ms,
-        drawn_ms=len(workload.ms_between),
-        input_len=workload.input_len,
-        output_len=workload.output_len,
-        engine=validation.engine,
-        baseline=validation.baseline or model,
-        rival=rival,
-        floor=request.bounds(chosen.to_json()).throughput_floor,
-        quality_tokens=validation.quality_tokens,
-        tasks=validation.tasks,
-        requests=sum(workload.ms) * workload.waves * LOOKS[0],
-        seconds=seconds,
-        most_seconds=seconds * max(1.0, workload.max_blocks / LOOKS[0]),
-        last_seconds=_last_seconds(folder) if finished else None,
-        memory=served_bytes(source) + (sides - 1) * quantized.bytes_written,
-    )
     travelling = source.other_files(chosen.files).files
     report = [f"{REPORT_FOLDER}/{name}" for name in REPORT_NAMES]
     return ReleasePreview(
         artifact=str(folder),
         done_before=finished,
         quantize=quantized,
-        validate=validated,
+        validate=_serving_estimate(source, chosen, request, folder if finished else None, quantized),
         target=to,
         files=tuple(sorted([CONFIG_NAME, *travelling, *report, VERDICT_NAME, CARD_NAME, MANIFEST_NAME])),
         notes=tuple(notes),
+    )
+
+
+def _serving_estimate(
+    source: Checkpoint, recipe: Recipe, request: ReleaseRequest, finished: Path | None, quantized: Estimate
+) -> ServingEstimate:
+    """finished: the artifact's folder, if it is made already"""
+    validation, workload = request.validation, request.workload
+    numbers = sum(math.prod(info.shape) for info in source.tensors.values())
+    rival = validation.rival or recipe.rival or None
+    sides = 2 if rival is None else 3
+    device = torch.device(resolve_device(request.device or AUTO))
+    dtype = resolve_dtype(request.engine.dtype) or default_dtype(source)
+    seconds = least_serving_seconds(numbers, workload, sides, device, dtype)
+    return ServingEstimate(
+        ms=workload.ms,
+        drawn_ms=len(workload.ms_between),
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        engine=validation.engine,
+        baseline=validation.baseline or source.source,
+        rival=rival,
+        floor=request.bounds(recipe.to_json()).throughput_floor,
+        quality_tokens=validation.quality_tokens,
+        tasks=validation.tasks,
+        requests=sum(workload.ms) * workload.waves * LOOKS[0],
+        seconds=seconds,
+        most_seconds=seconds * max(1.0, workload.max_blocks / LOOKS[0]),
+        last_seconds=None if finished is None else _last_seconds(finished),
+        memory=served_bytes(source) + (sides - 1) * quantized.bytes_written,
     )
 
 

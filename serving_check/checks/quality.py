@@ -18,6 +18,10 @@ from ..settings import Bounds
 NAME = "quality"
 BEYOND_ROUNDING_KL, BEYOND_ROUNDING_AGREEMENT = 0.5, 0.5
 """Rounding weights to 4 bits costs hundredths of a nat, to 2 bits up to half a nat."""
+NOT_FINITE = (
+    "its logits are not finite: NaN or Inf in its weights or scales, or an overflow in a kernel. The weights "
+    "check names a module with such values; another recipe will not help"
+)
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,8 @@ def check_quality(
     statuses = {figure.status for figure in bad}
     status: Status = "fail" if "fail" in statuses else "inconclusive" if statuses else "pass"
     problems = "; ".join(figure.problem() for figure in bad)
-    if not all(
-        math.isfinite(figure)
-        for text in (comparison, given)
-        if text is not None
-        for figure in (text.mean_kl, text.nats_per_token)
-    ):
-        status = "fail"
-        reason = (
-            "its logits are not finite: NaN or Inf in its weights or scales, or an overflow in a kernel. The "
-            "weights check names a module with such values; another recipe will not help"
-        )
+    if not (_is_finite(comparison) and (given is None or _is_finite(given))):
+        status, reason = "fail", NOT_FINITE
     elif status == "fail":
         reason = f"{problems}. {_advice(bad, worst_modules)}"
     elif status == "inconclusive":
@@ -123,6 +118,10 @@ def check_quality(
         | {f"mean_kl_{domain}": finite(part.mean_kl) for domain, part in by_domain.items()}
         | ({} if given is None else {f"given_{name}": value for name, value in _recorded(given).items()}),
     )
+
+
+def _is_finite(comparison: Comparison) -> bool:
+    return math.isfinite(comparison.mean_kl) and math.isfinite(comparison.nats_per_token)
 
 
 def _figures(comparison: Comparison, bounds: Bounds, where: str = "") -> list[_Figure]:

@@ -49,11 +49,7 @@ def check_speed_in_use(
 
     repeated: log ratios of the curve's blocks at the largest M, of about as many tokens: how they scatter
     """
-    bound = (
-        f"the baseline's throughput ×{bounds.throughput_floor:g} at least, its TPOT "
-        f"×{bounds.max_tpot_ratio:g} at each M, TTFT ×{bounds.max_ttft_ratio:g} and 99th percentile of ITL "
-        f"×{bounds.max_itl_ratio:g} at most"
-    )
+    bound = _in_words(bounds)
     pairs = [_Pair(block.artifact, block.baseline) for block in blocks if block.artifact and block.baseline]
     if not pairs:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no block of requests was finished")
@@ -100,6 +96,14 @@ def check_speed_in_use(
             "ms": len(by_m),
             "slow_ms": len(slow),
         },
+    )
+
+
+def _in_words(bounds: Bounds) -> str:
+    return (
+        f"the baseline's throughput ×{bounds.throughput_floor:g} at least, its TPOT "
+        f"×{bounds.max_tpot_ratio:g} at each M, TTFT ×{bounds.max_ttft_ratio:g} and 99th percentile of ITL "
+        f"×{bounds.max_itl_ratio:g} at most"
     )
 
 
