@@ -7,6 +7,7 @@ quantizers are not involved. Not for serving the model: that is the engine's.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -33,11 +34,15 @@ class LoadedModel:
     """A model ready to run, and what it was loaded from."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
     checkpoint: Checkpoint
     layouts: dict[str, str]
     """The layout of every packed product, by its name (`products.py`): merged layers are one."""
     generation_config: GenerationConfig
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The checkpoint's, loaded when it is first asked for; None if there is none."""
+        return load_tokenizer(self.checkpoint)
 
 
 def load_model(
@@ -48,9 +53,7 @@ def load_model(
     plan: LayoutPlan | None = None,
     layout: str | None = None,
     batch_invariance: BatchInvariance = "tuned",
-    revision: str | None = None,
     progress: bool = True,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     instead: Mapping[str, StoredWeight] | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, open already, in a folder or on the Hub, for inference on `device`.
@@ -60,10 +63,9 @@ def load_model(
     layout: one layout for every quantized dense layer, or, if it is a layout of experts, for all experts,
             whatever the plan says
     batch_invariance: what a row's bits may depend on; only layouts that keep to it are used
-    tokenizer: the checkpoint's, if it is loaded already
     instead: weights that replace the checkpoint's own, by module
     """
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(str(model), revision)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     device = torch.device(device)
     stored = stored_weights(checkpoint) | dict(instead or {})
     dtype = dtype or default_dtype(checkpoint)
@@ -84,7 +86,6 @@ def load_model(
             logger.warning(note)
     return LoadedModel(
         model=skeleton,
-        tokenizer=tokenizer or load_tokenizer(checkpoint),
         checkpoint=checkpoint,
         layouts=loader.layouts,
         generation_config=_generation_config(checkpoint, skeleton),

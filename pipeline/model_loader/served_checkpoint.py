@@ -52,11 +52,11 @@ def build_engine(
         dtype=resolve_dtype(options.dtype),
         layout=options.layout,
         batch_invariance=options.batch_invariance,
-        tokenizer=tokenizer,
     )
-    ends = eos_token_ids(loaded.generation_config, loaded.model.config, loaded.tokenizer)
+    tokenizer = tokenizer or loaded.tokenizer
+    ends = eos_token_ids(loaded.generation_config, loaded.model.config, tokenizer)
     served = replace(options, kv_cache_dtype=kv_cache.kv_format)
-    return Engine(loaded.model, served, ends, kv_cache.scales, loaded.tokenizer)
+    return Engine(loaded.model, served, ends, kv_cache.scales, tokenizer)
 
 
 def describe(folder: Path, chat_template: Path | None = None) -> ModelDescription:
