@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -90,7 +90,7 @@ class ServedLayers:
 
     attention: dict[int, AttentionLayer]
     """By layer index."""
-    states: dict[StateKey, StateShape]
+    states: dict[StateKey, StateShape] = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:

@@ -15,7 +15,6 @@ from ...layouts.kv.format import KV_FORMATS, KVFormat
 from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
 from ...layouts.states.all_states import STATE_FORMATS
 from ...layouts.states.slots import StateSlots
-from ...layouts.states.state_format import StateKey, StateShape
 from .attention import AttentionLayer, ServedLayers
 from .options import EngineOptions
 from .sequence import Sequence
@@ -34,7 +33,7 @@ class KVPool:
 
     def __init__(
         self,
-        layers: dict[int, AttentionLayer],
+        layers: ServedLayers,
         kv_format: KVFormat,
         scales: Mapping[int, KVScales],
         num_pages: int,
@@ -42,7 +41,6 @@ class KVPool:
         max_num_seqs: int,
         max_model_len: int,
         device: torch.device,
-        states: Mapping[StateKey, StateShape] | None = None,
     ):
         self.page_size = page_size
         self.num_pages = num_pages
@@ -50,9 +48,9 @@ class KVPool:
         size, workspaces = PoolSize(num_pages + 1, page_size, max_num_seqs, max_pages), Workspaces()
         self.layers: dict[int, LayerKV] = {
             index: kv_format.allocate(layer.shape, size, device, scales.get(index), workspaces)
-            for index, layer in layers.items()
+            for index, layer in layers.attention.items()
         }
-        for index, layer in layers.items():
+        for index, layer in layers.attention.items():
             if layer.chunk is not None and layer.chunk < max_model_len:
                 refuse_chunk(layer.chunk, page_size, device)
                 on_gpu = device.type == "cuda"
@@ -60,7 +58,7 @@ class KVPool:
         """Storage by layer index."""
         self.states = {
             key: StateSlots(STATE_FORMATS[key.name], shape, max_num_seqs, device)
-            for key, shape in (states or {}).items()
+            for key, shape in layers.states.items()
         }
         """Slots of layers that keep a state; a request's is at its row."""
         self.block_table = np.zeros((max_num_seqs, max_pages), np.int32)
@@ -134,7 +132,7 @@ def build_pool(
         layers.state_bytes,
     )
     return KVPool(
-        layers.attention,
+        layers,
         kv_format,
         scales,
         num_pages,
@@ -142,7 +140,6 @@ def build_pool(
         options.max_num_seqs,
         max_model_len,
         device,
-        layers.states,
     )
 
 

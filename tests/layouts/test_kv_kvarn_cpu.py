@@ -8,7 +8,7 @@ from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.kv.kvarn import steps as kv_kvarn_steps
 from scalegate.layouts.kv.layer import KVShape
-from scalegate.serving_check.engine.attention import AttentionLayer
+from scalegate.serving_check.engine.attention import AttentionLayer, ServedLayers
 from scalegate.serving_check.engine.kv_pool import KVPool
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sequence import Sequence
@@ -21,7 +21,9 @@ LENGTHS = (1, 64, 190, 192, 200, 448)
 def decoded(threads: int) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
     """A step over keys and values that are the same each time, what it stored, and in how many calls."""
     layer = AttentionLayer(KVShape(HEADS, DIM, DIM, torch.float32, 4), AttentionOptions(DIM**-0.5))
-    pool = KVPool({0: layer}, KV_FORMATS["kvarn_k4v2_g64"], {}, 30, SIZE, len(LENGTHS), 7 * SIZE, CPU)
+    pool = KVPool(
+        ServedLayers({0: layer}), KV_FORMATS["kvarn_k4v2_g64"], {}, 30, SIZE, len(LENGTHS), 7 * SIZE, CPU
+    )
     storage, generator = pool.layers[0].storage, torch.Generator().manual_seed(0)
     storage.held.normal_(generator=generator)
     for part in vars(storage.pages).values():

@@ -16,7 +16,7 @@ from ....base.progress import progress_bar
 from ....layouts.choosing.plan import KVMeasurement
 from ....layouts.choosing.timing import TimingBudget, interleaved_microseconds
 from ....layouts.kv.format import KV_FORMATS, KVFormat
-from ..attention import AttentionLayer
+from ..attention import AttentionLayer, ServedLayers
 from ..kv_pool import KVPool, free_memory, pages_for
 from ..options import UNQUANTIZED
 from ..request import SamplingParams
@@ -90,7 +90,7 @@ def _step(
     """A decode step of M requests whose contexts have `length` tokens, including the new one."""
     shape, page_size = layer.shape, stored.page_size(device)
     pages = pages_for(length, page_size)
-    pool = KVPool({0: layer}, stored, {}, m * pages, page_size, m, pages * page_size, device)
+    pool = KVPool(ServedLayers({0: layer}), stored, {}, m * pages, page_size, m, pages * page_size, device)
     for tensor in _tensors(pool.layers[0]):
         # Untouched memory is backed by a single page of zeros, which would be read from the nearest cache.
         tensor.view(torch.uint8).zero_()

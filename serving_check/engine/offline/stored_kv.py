@@ -42,9 +42,7 @@ class StoredKVModel(nn.Module):
         stored, device = KV_FORMATS[kv_format], model.device
         page_size = stored.page_size(device)
         pages = batch * pages_for(max_tokens, page_size)
-        self.pool = KVPool(
-            layers.attention, stored, scales, pages, page_size, batch, max_tokens, device, layers.states
-        )
+        self.pool = KVPool(layers, stored, scales, pages, page_size, batch, max_tokens, device)
         self.step_buffers = StepBuffers(
             self.pool.block_table, page_size, max_tokens, device, static=device.type == "cuda"
         )
