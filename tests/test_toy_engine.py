@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters import SubprocessEndpoint, Telemetry
 from scalegate.serving_check.adapters.engine import ENGINES, Availability, CardCommand, Engine, ServerJob
 from scalegate.serving_check.adapters.ready_line import ready_line
 from scalegate.serving_check.adapters.series import Series
@@ -36,7 +36,7 @@ def toy_server(job: ServerJob) -> SubprocessEndpoint:
     inner_log = job.log.with_suffix(".inner")
     command = [sys.executable, "-P", __file__, str(job.folder), str(job.options.max_num_seqs), str(inner_log)]
     return SubprocessEndpoint(
-        command, f"toy {job.side}", log=job.log, series=TOY.series, progress=job.progress
+        command, f"toy {job.side}", log=job.log, telemetry=Telemetry(TOY.series), progress=job.progress
     )
 
 

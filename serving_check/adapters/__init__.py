@@ -1,6 +1,6 @@
 """Engines to validate on, each in a file of its own, and the endpoints that their servers answer at."""
 
 from .endpoint import Endpoint, UrlEndpoint
-from .subprocess_endpoint import SubprocessEndpoint
+from .subprocess_endpoint import SubprocessEndpoint, Telemetry
 
-__all__ = ["Endpoint", "SubprocessEndpoint", "UrlEndpoint"]
+__all__ = ["Endpoint", "SubprocessEndpoint", "Telemetry", "UrlEndpoint"]

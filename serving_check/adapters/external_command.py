@@ -10,8 +10,7 @@ from ...base.installed import installed_version
 from ..engine.options import AUTO, UNQUANTIZED
 from .engine import Availability, ServerJob
 from .placement import only_these
-from .series import Series
-from .subprocess_endpoint import LogReader, SubprocessEndpoint
+from .subprocess_endpoint import SubprocessEndpoint, Telemetry
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,8 +24,6 @@ class ExternalCommand:
     title: str
     kv_formats: Mapping[str, str]
     """Those of ours that it has, by the names it has for them."""
-    metrics_renewal_s: float = 0.0
-    """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
 
     @property
     def install(self) -> str:
@@ -64,8 +61,7 @@ class ExternalCommand:
         job: ServerJob,
         model: Sequence[str],
         words: Sequence[str],
-        series: Series,
-        reader: LogReader,
+        telemetry: Telemetry,
         environment: Mapping[str, str] | None = None,
     ) -> SubprocessEndpoint:
         """On a free loopback port, not yet started; what the user adds comes last. UserError where the
@@ -87,10 +83,8 @@ class ExternalCommand:
             base_url=f"http://{LOOPBACK}:{port}",
             env={**only_these(job.devices), **(environment or {})},
             startup_timeout=job.placement.startup_timeout,
-            series=series,
             progress=job.progress,
-            reader=reader,
-            metrics_renewal_s=self.metrics_renewal_s,
+            telemetry=telemetry,
         )
 
 

@@ -11,9 +11,9 @@ from .external_command import ExternalCommand
 from .log_patterns import first_failure, last_stage
 from .placement import PLACEMENT
 from .series import Series
-from .subprocess_endpoint import LogReader, SubprocessEndpoint
+from .subprocess_endpoint import LogReader, SubprocessEndpoint, Telemetry
 
-COMMAND = ExternalCommand("sglang", "SGLang", {"fp8": "fp8_e4m3"}, metrics_renewal_s=30.0)
+COMMAND = ExternalCommand("sglang", "SGLang", {"fp8": "fp8_e4m3"})
 """Its scheduler tells of an idle server every 30 seconds (`_maybe_log_idle_metrics`)."""
 SERIES = Series(
     running="sglang:num_running_reqs",
@@ -56,6 +56,7 @@ READER = LogReader(
     functools.partial(first_failure, FAILURES),
     functools.partial(first_failure, (OUT_OF_MEMORY,)),
 )
+TELEMETRY = Telemetry(SERIES, renewal_s=30.0, log=READER)
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
@@ -77,7 +78,7 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
         words += ["--tp-size", str(placement.tensor_parallel_size)]
     if placement.pipeline_parallel_size > 1:
         words += ["--pp-size", str(placement.pipeline_parallel_size)]
-    return COMMAND.server(job, ["--model-path", str(job.folder)], words, SERIES, READER)
+    return COMMAND.server(job, ["--model-path", str(job.folder)], words, TELEMETRY)
 
 
 SGLANG = Engine(

@@ -50,6 +50,19 @@ class LogReader:
     """As `/metrics` would have them."""
 
 
+@dataclass(frozen=True)
+class Telemetry:
+    """What a server says of itself, in its metrics and in its log."""
+
+    series: Series = SCALEGATE_SERIES
+    renewal_s: float = 0.0
+    """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
+    log: LogReader = LogReader()
+
+
+OUR_TELEMETRY = Telemetry()
+
+
 class SubprocessEndpoint:
     """A server under a supervisor process that ends it when we say so, and when we die.
 
@@ -59,6 +72,8 @@ class SubprocessEndpoint:
 
     stop_timeout = 30.0
     """Seconds between SIGTERM and SIGKILL."""
+    api_key: str | None = None
+    """To be set before a server is started that asks for one."""
 
     def __init__(
         self,
@@ -67,25 +82,19 @@ class SubprocessEndpoint:
         *,
         log: Path,
         base_url: str | None = None,
-        api_key: str | None = None,
         env: dict[str, str] | None = None,
         startup_timeout: float = 1800.0,
-        series: Series = SCALEGATE_SERIES,
         progress: bool = True,
-        reader: LogReader | None = None,
-        metrics_renewal_s: float = 0.0,
+        telemetry: Telemetry = OUR_TELEMETRY,
     ):
         self.command = list(command)
         self.name = name
         self.log = log
         self.base_url = base_url
-        self.api_key = api_key
         self.env = env
-        self.series = series
         self.startup_timeout = startup_timeout
         self.progress = progress
-        self.reader = reader or LogReader()
-        self.metrics_renewal_s = metrics_renewal_s
+        self.telemetry = telemetry
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_pipe: IO[bytes] | None = None
 
@@ -110,15 +119,15 @@ class SubprocessEndpoint:
         try:
             base_url = self._wait_until_ready()
             model = first_model(base_url, self.api_key)
-            from_log = functools.partial(self.reader.series, self.log)
+            from_log = functools.partial(self.telemetry.log.series, self.log)
             return Endpoint(
                 base_url,
                 model,
                 self.api_key,
-                self.series,
+                self.telemetry.series,
                 from_log=from_log,
                 resident_bytes=self.resident_bytes,
-                metrics_renewal_s=self.metrics_renewal_s,
+                metrics_renewal_s=self.telemetry.renewal_s,
                 processes=self.processes,
             )
         except BaseException:
@@ -178,7 +187,7 @@ class SubprocessEndpoint:
             return (
                 f"{self.name} was ended by {KILLED[status]} while it served; the machine may be out of memory"
             )
-        ending = self.reader.ending(self._log_text())
+        ending = self.telemetry.log.ending(self._log_text())
         return None if ending is None else f"{self.name} ended while it served: {ending}"
 
     def _serves(self) -> bool:
@@ -200,7 +209,7 @@ class SubprocessEndpoint:
             return ""
 
     def _last_words(self) -> str:
-        failure = self.reader.failure(self._log_text())
+        failure = self.telemetry.log.failure(self._log_text())
         if failure is not None:
             return f": {failure} (its log: {self.log})"
         return f". Its last words (all in {self.log}):\n{self.log_tail()}"
@@ -236,5 +245,5 @@ class SubprocessEndpoint:
                     )
                 time.sleep(pause)
                 pause = min(pause * 1.2, 0.5)
-                stage = self.reader.stage(self._log_text()) if self.progress else None
+                stage = self.telemetry.log.stage(self._log_text()) if self.progress else None
                 bar.set_description_str(f"starting {self.name}" + (f" ({stage})" if stage else ""))

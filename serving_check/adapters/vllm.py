@@ -9,7 +9,7 @@ from .engine import CardCommand, Engine, ServerJob
 from .external_command import ExternalCommand
 from .placement import PLACEMENT
 from .series import VLLM_SERIES
-from .subprocess_endpoint import LogReader, SubprocessEndpoint
+from .subprocess_endpoint import LogReader, SubprocessEndpoint, Telemetry
 from .vllm_log import COMPILATIONS, compilations_in, ending_of, failure_of, stage_of
 
 KV_FORMATS = ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
@@ -18,7 +18,10 @@ COMMAND = ExternalCommand("vllm", "vLLM", {name: name for name in KV_FORMATS})
 INVARIANT, INVARIANT_VARIABLE = "pin", "VLLM_BATCH_INVARIANT"
 """What its batch-invariant mode promises, in our words, and the variable that turns it on."""
 SHARE, KV_CACHE = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
-VLLM_SERVER_SERIES = replace(VLLM_SERIES, compilations=COMPILATIONS)
+TELEMETRY = Telemetry(
+    replace(VLLM_SERIES, compilations=COMPILATIONS),
+    log=LogReader(stage_of, failure_of, ending_of, compilations_in),
+)
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
@@ -46,8 +49,7 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
                 f"vLLM does not serve --batch-invariance {options.batch_invariance}; give {INVARIANT}"
             )
         environment[INVARIANT_VARIABLE] = "1"
-    reader = LogReader(stage_of, failure_of, ending_of, compilations_in)
-    return COMMAND.server(job, [str(job.folder)], words, VLLM_SERVER_SERIES, reader, environment)
+    return COMMAND.server(job, [str(job.folder)], words, TELEMETRY, environment)
 
 
 VLLM = Engine(
@@ -55,7 +57,7 @@ VLLM = Engine(
     title="vLLM",
     server=_server,
     availability=COMMAND.availability,
-    series=VLLM_SERVER_SERIES,
+    series=TELEMETRY.series,
     options=frozenset(
         {"dtype", "max_num_seqs", "max_model_len", "kv_cache_dtype", "jit_monitor", "batch_invariance"}
     )

@@ -31,7 +31,7 @@ from typing import Any
 
 from scalegate.base.atomic_files import write_json
 from scalegate.pipeline.machine.cores import available_cores
-from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint, Telemetry
 from scalegate.serving_check.adapters.cpu_time import cpu_seconds, paused
 from scalegate.serving_check.adapters.external_command import free_port
 from scalegate.serving_check.adapters.machine_cpu import cores_time
@@ -103,7 +103,7 @@ def main() -> None:
                 log=Path(folder) / f"{peer.name}.txt",
                 base_url=peer.base_url,
                 env=peer.environment,
-                series=VLLM_SERIES,
+                telemetry=Telemetry(VLLM_SERIES),
             )
             endpoints[peer.name] = OneRequestAConnection(**vars(stack.enter_context(endpoint)))
         if left:

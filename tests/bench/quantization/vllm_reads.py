@@ -21,7 +21,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.serving_check.adapters.external_command import LOOPBACK, free_port
 from scalegate.serving_check.adapters.series import VLLM_SERIES
-from scalegate.serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
+from scalegate.serving_check.adapters.subprocess_endpoint import SubprocessEndpoint, Telemetry
 from scalegate.serving_check.workload import WorkloadSpec, run_workload
 from scalegate.tests.bench.quantization.interchange import BOUND, TOOLS, nats_per_token, write_windows
 
@@ -102,7 +102,13 @@ def served_by_vllm(folder: Path) -> dict[str, Any]:
     url = f"http://{LOOPBACK}:{port}"
     log = folder.with_suffix(".log")
     server = SubprocessEndpoint(
-        command, "vLLM", log=log, base_url=url, series=VLLM_SERIES, startup_timeout=300, progress=False
+        command,
+        "vLLM",
+        log=log,
+        base_url=url,
+        telemetry=Telemetry(VLLM_SERIES),
+        startup_timeout=300,
+        progress=False,
     )
     endpoint = server.start()
     try:

@@ -22,7 +22,7 @@ from scalegate.serving_check.adapters.external_command import free_port
 from scalegate.serving_check.adapters.placement import Placement
 from scalegate.serving_check.adapters.prometheus_text import by_label, parse_metrics, total
 from scalegate.serving_check.adapters.sglang import SGLANG
-from scalegate.serving_check.adapters.subprocess_endpoint import LogReader
+from scalegate.serving_check.adapters.subprocess_endpoint import LogReader, Telemetry
 from scalegate.serving_check.adapters.vllm import VLLM
 from scalegate.serving_check.adapters.vllm_log import COMPILATIONS, ending_of
 from scalegate.serving_check.engine.options import EngineOptions
@@ -145,7 +145,7 @@ def test_a_server_that_has_lost_its_engine_is_given_time_to_end_and_its_log_tell
         "vllm M",
         log=tmp_path / "log",
         base_url=url,
-        reader=LogReader(ending=ending_of),
+        telemetry=Telemetry(log=LogReader(ending=ending_of)),
     )
     endpoint.start()
     try:
@@ -238,7 +238,9 @@ def test_a_server_that_refuses_a_field_it_does_not_know_is_not_sent_it_again():
 
 
 def test_a_url_that_wants_a_key(tmp_path):
-    with SubprocessEndpoint([*COMMAND, "key"], "keyed", log=tmp_path / "log.txt", api_key="key") as endpoint:
+    keyed = SubprocessEndpoint([*COMMAND, "key"], "keyed", log=tmp_path / "log.txt")
+    keyed.api_key = "key"
+    with keyed as endpoint:
         with pytest.raises(UserError, match="answered 401"):
             UrlEndpoint(endpoint.base_url).start()
         assert UrlEndpoint(endpoint.base_url, api_key="key").start() == endpoint
@@ -259,7 +261,8 @@ def test_vllm_is_started_by_its_own_command_and_missed_by_name(tmp_path, monkeyp
     assert "--max-num-seqs 16 --gpu-memory-utilization 0.4500 --kv-cache-memory-bytes 1073741824" in words
     assert "--dtype bfloat16" in words
     assert server.base_url == "http://127.0.0.1:" + server.command[server.command.index("--port") + 1]
-    assert server.series.compilations == COMPILATIONS and server.series.running == "vllm:num_requests_running"
+    series = server.telemetry.series
+    assert series.compilations == COMPILATIONS and series.running == "vllm:num_requests_running"
 
 
 def test_sglang_is_started_by_its_own_command_on_its_own_gpus(tmp_path, monkeypatch):
@@ -279,8 +282,8 @@ def test_sglang_is_started_by_its_own_command_on_its_own_gpus(tmp_path, monkeypa
     assert "--max-running-requests 16 --context-length 256 --max-total-tokens 4096" in words
     assert words.endswith("--kv-cache-dtype fp8_e4m3 --tp-size 2 --attention-backend fa3")
     assert server.env == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert server.metrics_renewal_s == 30
-    said = server.reader.failure("x\nRuntimeError: Not enough memory. Please try to increase it\n")
+    assert server.telemetry.renewal_s == 30
+    said = server.telemetry.log.failure("x\nRuntimeError: Not enough memory. Please try to increase it\n")
     assert said is not None and "--mem-fraction-static" in said
 
 

@@ -36,7 +36,9 @@ def counting_command(step_seconds: float, *key: str) -> list[str]:
 def counting(tmp_path):
     """A server over an engine without a model, one token in 10 ms, that a test may ill-treat."""
     command = counting_command(0.01, "secret")
-    with SubprocessEndpoint(command, "counting", log=tmp_path / "log.txt", api_key="secret") as endpoint:
+    server = SubprocessEndpoint(command, "counting", log=tmp_path / "log.txt")
+    server.api_key = "secret"
+    with server as endpoint:
         yield endpoint
 
 

@@ -69,7 +69,9 @@ def limited(checkpoint, serve_command, tmp_path_factory):
     folder = tmp_path_factory.mktemp("limited")
     (folder / "key.txt").write_text(KEY + "\n")
     command = serve_command(checkpoint, *OPTIONS, *LIMITS, "--api-key-file", str(folder / "key.txt"))
-    with SubprocessEndpoint(command, "limited", log=folder / "log.txt", api_key=KEY) as endpoint:
+    server = SubprocessEndpoint(command, "limited", log=folder / "log.txt")
+    server.api_key = KEY
+    with server as endpoint:
         yield endpoint
 
 
