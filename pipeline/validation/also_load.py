@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...base.errors import UserError
 from ...serving_check.adapters import Endpoint
-from ...serving_check.adapters.engine import MemoryGrant
+from ...serving_check.adapters.engine import MemoryGrant, ServerJob
 from ...serving_check.adapters.placement import Placement
 from ...serving_check.engine.options import EngineOptions
 from ...serving_check.evidence.artifact_figures import ReadElsewhere
@@ -71,17 +71,18 @@ def read_by_server(run: Run, ours: nn.Module, window: Tensor) -> ReadElsewhere:
         max_model_len=TOKENS + DRAWN,
     )
     with TemporaryDirectory(prefix="scalegate-reader-") as logs:
-        server = server_of(
+        job = ServerJob(
             reader,
             "artifact",
             run.artifact.folder,
             options,
-            Path(logs),
+            Path(logs) / "artifact.log",
+            _grant(first.device),
             run.progress,
             Placement(startup_timeout=run.placement.startup_timeout),
             () if first.device.index is None else (first.device.index,),
-            _grant(first.device),
         )
+        server = server_of(job)
         try:
             with server as endpoint:
                 drawn = [_draw(endpoint, prompt, seed) for seed, prompt in enumerate(prompts)]

@@ -6,7 +6,6 @@ nobody gave are those of the workload, alike on both sides.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +14,7 @@ import torch
 from ...base.errors import UserError
 from ...base.option_fields import OptionValue, flag, from_given
 from ...serving_check.adapters.all_engines import engine_named
-from ...serving_check.adapters.engine import MemoryGrant, Server, ServerJob
+from ...serving_check.adapters.engine import Server, ServerJob
 from ...serving_check.adapters.placement import ANYWHERE, Placement
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT
@@ -237,24 +236,9 @@ def _measures(side: Side, plan: MemoryPlan) -> bool:
     return not engine.packs_with_layouts and not told
 
 
-def server_of(
-    engine: str,
-    side: str,
-    folder: Path,
-    options: EngineOptions,
-    logs: Path,
-    progress: bool = True,
-    placement: Placement = ANYWHERE,
-    devices: tuple[int, ...] = (),
-    memory: MemoryGrant | None = None,
-) -> Server:
-    """The server for `side` ("artifact", "baseline" or "rival"), serving `folder` unless `engine` is a URL.
-
-    devices: its GPUs
-    memory:  what it may take of them
-    """
-    job = ServerJob(engine, side, folder, options, logs / f"{side}.log", memory, progress, placement, devices)
-    return engine_named(engine).server(job)
+def server_of(job: ServerJob) -> Server:
+    """Not yet started; it serves the job's folder unless its engine is a URL."""
+    return engine_named(job.engine).server(job)
 
 
 def recorded_options(

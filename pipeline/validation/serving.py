@@ -14,7 +14,7 @@ import torch
 
 from ...base.errors import UserError
 from ...serving_check.adapters import Endpoint
-from ...serving_check.adapters.engine import Server
+from ...serving_check.adapters.engine import Server, ServerJob
 from ...serving_check.adapters.starting import restart, starting
 from ...serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
 from ...serving_check.adapters.taking_turns import TakingTurns
@@ -131,15 +131,17 @@ def _sides_without_places(run: Run) -> list[tuple[str, str, Checkpoint, EngineOp
 def _servers(run: Run, sides: Sequence[Side], plan: MemoryPlan, logs: Path) -> list[Server]:
     return [
         server_of(
-            side.engine,
-            side.name,
-            side.checkpoint.folder,
-            side.options,
-            logs,
-            run.progress,
-            run.placement,
-            side.devices,
-            plan.grants[side.name],
+            ServerJob(
+                side.engine,
+                side.name,
+                side.checkpoint.folder,
+                side.options,
+                logs / f"{side.name}.log",
+                plan.grants[side.name],
+                run.progress,
+                run.placement,
+                side.devices,
+            )
         )
         for side in sides
     ]

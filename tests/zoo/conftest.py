@@ -20,6 +20,7 @@ from scalegate.pipeline.validation.known_text import read_known
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.checks.canary import scored
 from scalegate.serving_check.evidence.artifact_figures import TextFigures
 from scalegate.serving_check.evidence.curve import curve_of
@@ -129,12 +130,18 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("servers")
     fault_file = folder / "fault"
     fault_file.write_text("")
-    embedded = server_of("embedded", "artifact", artifact_folder, OPTIONS, folder, progress=False)
+    embedded = server_of(
+        ServerJob("embedded", "artifact", artifact_folder, OPTIONS, folder / "artifact.log", progress=False)
+    )
     assert isinstance(embedded, SubprocessEndpoint)
     words = embedded.command[embedded.command.index("serve") + 1 :]
     command = [sys.executable, "-P", str(FAULTY_SERVER), str(fault_file), *words]
     faulty = SubprocessEndpoint(command, "the faulty server", log=folder / "faulty.log", progress=False)
-    sound = server_of("embedded", "baseline", example_checkpoint, OPTIONS, folder, progress=False)
+    sound = server_of(
+        ServerJob(
+            "embedded", "baseline", example_checkpoint, OPTIONS, folder / "baseline.log", progress=False
+        )
+    )
     with faulty as artifact, sound as baseline:
         ours, theirs = open_checkpoint(str(artifact_folder)), open_checkpoint(str(example_checkpoint))
         load = LoadOptions(OPTIONS, OPTIONS.dtype, progress=False)
@@ -149,5 +156,7 @@ def zoo(artifact_folder: Path, example_checkpoint: Path, tmp_path_factory: pytes
 def another_baseline(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
     """A second server of the baseline, at a URL of its own."""
     logs = tmp_path_factory.mktemp("another")
-    with server_of("embedded", "artifact", example_checkpoint, OPTIONS, logs, progress=False) as endpoint:
+    with server_of(
+        ServerJob("embedded", "artifact", example_checkpoint, OPTIONS, logs / "artifact.log", progress=False)
+    ) as endpoint:
         yield endpoint

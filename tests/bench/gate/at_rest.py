@@ -26,6 +26,7 @@ from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.checks.in_use.at_rest import bytes_a_request, check_at_rest
 from scalegate.serving_check.checks.in_use.drift import check_drift
 from scalegate.serving_check.evidence.at_rest import AtRestFigures
@@ -68,8 +69,12 @@ def one_run(artifact: Path, baseline: Path, work: Path, seed: int, again: int) -
     load = sized_options({"device": "cpu", "max_num_seqs": IN_USE_M}, WORKLOAD)
     text = read_held_out(None, open_checkpoint(str(artifact)), open_checkpoint(str(baseline)), 4096)
     with (
-        server_of(DEFAULT_ENGINE, "artifact", artifact, load, work, progress=False) as ours,
-        server_of(DEFAULT_ENGINE, "baseline", baseline, load, work, progress=False) as theirs,
+        server_of(
+            ServerJob(DEFAULT_ENGINE, "artifact", artifact, load, work / "artifact.log", progress=False)
+        ) as ours,
+        server_of(
+            ServerJob(DEFAULT_ENGINE, "baseline", baseline, load, work / "baseline.log", progress=False)
+        ) as theirs,
     ):
         repeat = Repeats(run_workload, ours, theirs, text.token_text)
         workload = WorkloadSettings(ms=WORKLOAD.ms, max_blocks=WORKLOAD.max_blocks, seed=seed)

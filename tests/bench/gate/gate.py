@@ -27,6 +27,7 @@ from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import SubprocessEndpoint
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.evidence.environment import describe_environment
 from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.settings import WorkloadSettings
@@ -98,7 +99,9 @@ def run_once(checkpoint: Path, case: str, seed: int) -> Verdict:
 def slowed(checkpoint: Path, logs: Path, factor: float, from_m: int) -> SubprocessEndpoint:
     """The endpoint that `validate` itself would start, behind the slowing launcher."""
     options = sized_options({"device": "cpu"}, WorkloadSettings())
-    embedded = server_of(DEFAULT_ENGINE, "artifact", checkpoint, options, logs, progress=False)
+    embedded = server_of(
+        ServerJob(DEFAULT_ENGINE, "artifact", checkpoint, options, logs / "artifact.log", progress=False)
+    )
     if not isinstance(embedded, SubprocessEndpoint):
         raise TypeError("the embedded engine is not a process")
     serve_options = embedded.command[embedded.command.index("serve") + 1 :]

@@ -24,6 +24,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.settings import WorkloadSettings
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -102,7 +103,11 @@ def main() -> None:
         make_checkpoint(source, options.hidden, options.layers, options.device)
         done("checkpoint made", True)
         sized = sized_options({"device": options.device}, WorkloadSettings(ms))
-        server = server_of(DEFAULT_ENGINE, "baseline", source, sized, Path(temporary), progress=False)
+        server = server_of(
+            ServerJob(
+                DEFAULT_ENGINE, "baseline", source, sized, Path(temporary) / "baseline.log", progress=False
+            )
+        )
         try:
             with ThreadPoolExecutor(1) as beside:
                 starting = beside.submit(server.start)

@@ -51,13 +51,14 @@ if "--without" not in sys.argv:
 import click
 import scalegate
 from scalegate.pipeline.cli import release, serve, validate
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.pipeline.validation.servers import recorded_options, server_of, sized_options
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.serving_check.settings import WorkloadSettings
 
 sized = sized_options({"device": "cpu"}, WorkloadSettings())
 folder = Path(sys.argv[1])
-server = server_of("embedded", "artifact", folder, sized, folder)
+server = server_of(ServerJob("embedded", "artifact", folder, sized, folder / "artifact.log"))
 found = {"child": "--sprockets 3" in " ".join(server.command)}
 found["verdict"] = "sprockets" in recorded_options("embedded", open_checkpoint(folder), sized, "float32")
 for name, module in (("serve", serve), ("validate", validate), ("release", release)):

@@ -18,6 +18,7 @@ from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.validation.also_load import DRAWN, TOKENS, read_by_server, read_by_transformers
 from scalegate.pipeline.validation.options import ValidateOptions
 from scalegate.pipeline.validation.servers import server_of
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.adapters.placement import Placement
 from scalegate.serving_check.checks.other_readers import check_other_readers
 from scalegate.serving_check.engine.options import EngineOptions
@@ -79,7 +80,9 @@ def run_with(reader: str, checkpoint: Path) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def a_server(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
     logs = tmp_path_factory.mktemp("logs")
-    with server_of("embedded", "artifact", example_checkpoint, OPTIONS, logs, progress=False) as endpoint:
+    with server_of(
+        ServerJob("embedded", "artifact", example_checkpoint, OPTIONS, logs / "artifact.log", progress=False)
+    ) as endpoint:
         yield endpoint.base_url
 
 

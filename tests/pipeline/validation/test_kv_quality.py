@@ -9,6 +9,7 @@ from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.in_process import figures_of, load_models
 from scalegate.pipeline.validation.run import LoadOptions
 from scalegate.pipeline.validation.servers import refuse_unreached, server_of, sized_options
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import WorkloadSettings
 
@@ -38,7 +39,9 @@ def options() -> EngineOptions:
 def test_the_artifacts_server_is_started_with_the_format(
     options: EngineOptions, example_checkpoint: Path, tmp_path: Path
 ):
-    server = server_of("embedded", "artifact", example_checkpoint, options, tmp_path)
+    server = server_of(
+        ServerJob("embedded", "artifact", example_checkpoint, options, tmp_path / "artifact.log")
+    )
     assert "--kv-cache-dtype fp8" in " ".join(server.command)
 
 
@@ -53,7 +56,7 @@ def test_vllm_is_started_with_the_format(
 ):
     (tmp_path / "vllm").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    server = server_of("vllm", "artifact", example_checkpoint, options, tmp_path)
+    server = server_of(ServerJob("vllm", "artifact", example_checkpoint, options, tmp_path / "artifact.log"))
     assert server.command[-2:] == ["--kv-cache-dtype", "fp8"]
 
 

@@ -13,6 +13,7 @@ from scalegate.pipeline.commands.validate import validate
 from scalegate.pipeline.validation import by_layers, serving
 from scalegate.pipeline.validation.gpu_memory import MemoryPlan
 from scalegate.pipeline.validation.servers import server_of
+from scalegate.serving_check.adapters.engine import ServerJob
 from scalegate.serving_check.adapters.taking_turns import TakingTurns
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.gate.turns import LEAST_BLOCKS
@@ -183,7 +184,7 @@ def test_options_that_do_not_reach_an_engine_are_refused(artifact: Path):
 def test_its_batch_invariant_mode_is_turned_on_and_no_more_than_it_has(artifact: Path, words: Path):
     def environment(batch_invariance: str) -> dict[str, str]:
         options = EngineOptions(batch_invariance=batch_invariance)
-        return server_of("vllm", "artifact", artifact, options, words.parent).env
+        return server_of(ServerJob("vllm", "artifact", artifact, options, words.parent / "artifact.log")).env
 
     assert environment("pin")["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in environment("tuned")
