@@ -9,7 +9,7 @@ import pytest
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
-from scalegate.pipeline.machine.forked_servers import servers_forked
+from scalegate.pipeline.cli.forked_servers import servers_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARES = re.compile(r"\b(assert_close|allclose|isclose|norm|torch\.equal)\(")

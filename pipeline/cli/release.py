@@ -62,7 +62,7 @@ def command(
     if dry_run:
         _dry_run(model, recipe, to, work, as_json, options)
         return
-    from ..machine.forked_servers import servers_forked
+    from .forked_servers import servers_forked
 
     try:
         with servers_forked(options["engine"] or DEFAULT_ENGINE, options["device"]):

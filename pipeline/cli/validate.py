@@ -50,7 +50,7 @@ def command(context: click.Context, artifact: str, as_json: bool, **options: Any
         pipeline validate work/Llama-70B-INT4 --engine vllm --tensor-parallel-size 2 --devices 0,1,2,3
         pipeline validate work/Qwen3-8B-INT4 --engine http://127.0.0.1:8000 --baseline-engine http://127.0.0.1:8001
     """
-    from ..machine.forked_servers import servers_forked
+    from .forked_servers import servers_forked
 
     try:
         with servers_forked(options["engine"] or DEFAULT_ENGINE, options["device"]):

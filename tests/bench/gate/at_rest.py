@@ -20,8 +20,8 @@ import httpx
 from scalegate.base.atomic_files import write_json
 from scalegate.base.stage_clock import StageClock
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
+from scalegate.pipeline.cli.forked_servers import servers_forked
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.machine.forked_servers import servers_forked
 from scalegate.pipeline.validation.held_out import read_held_out
 from scalegate.pipeline.validation.servers import server_of, sized_options
 from scalegate.serving_check.adapters import Endpoint

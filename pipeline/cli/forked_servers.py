@@ -13,7 +13,7 @@ from ...serving_check.adapters.placement import VISIBLE
 from ...serving_check.engine.options import AUTO
 from ...serving_check.server.fork_server import ADDRESS, fork_server
 
-ROOT = __package__.removesuffix("pipeline")
+ROOT = __package__.partition("pipeline")[0]
 NEEDED = (
     "transformers.generation.utils",
     f"{ROOT}serving_check.engine.engine",
