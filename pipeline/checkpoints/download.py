@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from ...base.errors import UserError
-from ..machine.hub_access import require_hub_access
+from .hub_access import require_hub_access
 
 IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
 """Other formats of the same weights; only safetensors are read."""

@@ -9,9 +9,7 @@ import click
 
 from ...base.installed import NOT_INSTALLED
 from ...base.log import is_verbose
-from ...layouts.packing.per_expert import SUFFIX
 from ..commands.doctor import Device, Diagnosis, HubLogin, LayoutChoice, LayoutState, doctor
-from ..model_loader.dequantize_note import DEQUANTIZE
 
 GB = 1e9
 WIDTH = 100
@@ -116,19 +114,14 @@ def _weights(device: Device, choices: Iterable[LayoutChoice]) -> Iterator[str]:
 def _speed(choice: LayoutChoice) -> str:
     """`2.13× (0.98×)`: the mean and the lowest."""
     if choice.speed is None or choice.least_speed is None:
-        return "slow, not measured" if _is_slow(choice) else "not measured"
+        return "slow, not measured" if choice.is_slow else "not measured"
     return f"{choice.speed:.2f}× ({choice.least_speed:.2f}×)" if choice.shapes else f"{choice.speed:.2f}×"
 
 
 def _experts(choice: LayoutChoice) -> str:
     """The layout alone if it was not measured: few models have experts."""
-    speed = f", {_speed(choice)}" if choice.shapes else ", slow" if _is_slow(choice) else ""
+    speed = f", {_speed(choice)}" if choice.shapes else ", slow" if choice.is_slow else ""
     return f"{choice.layout or 'none'}{speed}"
-
-
-def _is_slow(choice: LayoutChoice) -> bool:
-    """Whether it dequantizes the weight anew for every product."""
-    return choice.layout is not None and choice.layout.removesuffix(SUFFIX).endswith(DEQUANTIZE)
 
 
 def _login(hub: HubLogin) -> str:

@@ -1,4 +1,4 @@
-"""`pipeline gguf`: parses options and writes a checkpoint as one GGUF file."""
+"""`pipeline gguf`: parses options, calls `gguf` and says what was written."""
 
 from pathlib import Path
 
@@ -29,10 +29,9 @@ def command(model: str, out: Path, matrices: str, revision: str | None) -> None:
         pipeline gguf qwen3-8b-iq2 --out qwen3-8b-iq2_xxs.gguf
         pipeline gguf Qwen/Qwen3-8B --matrices q8_0 --out qwen3-8b-q8_0.gguf
     """
-    from ..checkpoints.checkpoint import open_checkpoint
-    from ..gguf_file.write import write_gguf
+    from ..commands.gguf import gguf
 
-    written = write_gguf(open_checkpoint(model, revision), out, matrices)
+    written = gguf(model, out, matrices=matrices, revision=revision)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in written.tensors.items())
     click.echo(f"{written.path}: {kinds}, {written.path.stat().st_size / 1e6:,.1f} MB")
     if written.without_tokenizer is not None:

@@ -28,10 +28,12 @@ from ...layouts.formats.weight_format import WeightFormat
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
+from ...layouts.packing.per_expert import SUFFIX
 from ...serving_check.adapters.all_engines import ENGINES
 from ...serving_check.adapters.engine import Availability
 from ..conventions.all_conventions import CONVENTIONS
 from ..machine.tested_stack import UntestedPackage, untested_packages
+from ..model_loader.dequantize_note import DEQUANTIZE
 
 PACKAGES = (
     "scalegate",
@@ -98,6 +100,11 @@ class LayoutChoice:
     """As a multiple of the bf16 product's, the geometric mean over shapes and M; None if not measured."""
     least_speed: float | None
     """At the shape and M where it is slowest."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it dequantizes the weight anew for every product."""
+        return self.layout is not None and self.layout.removesuffix(SUFFIX).endswith(DEQUANTIZE)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from ....base.errors import UserError
 from ....base.log import is_quiet
 from ....base.progress import progress_bar
-from ...machine.hub_access import require_hub_access
+from ...checkpoints.hub_access import require_hub_access
 from ..bundle import CARD_NAME, BundleFile, bundle_digest
 from ..push_result import Operation, PushResult, file_action
 from .failures import HubNotAskedError, explained
