@@ -19,14 +19,18 @@ BOUND = 1e-2
 
 
 def round_scales(folder: Path) -> None:
-    """Make every scale a power of two.
+    """Make every scale a power of two, with its sign.
 
     compressed-tensors rounds the experts that it dequantizes to bf16, which may send a token to other ones.
     These products need no rounding.
     """
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    scales = {n: t.float().log2().round().exp2().to(t.dtype) for n, t in tensors.items() if "_scale" in n}
+    scales = {
+        n: torch.copysign(t.float().abs().log2().round().exp2(), t.float()).to(t.dtype)
+        for n, t in tensors.items()
+        if "_scale" in n
+    }
     save_file(tensors | scales, path, {"format": "pt"})
 
 

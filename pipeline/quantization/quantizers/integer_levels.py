@@ -8,7 +8,7 @@ from torch import Tensor
 from ....layouts.formats.int4 import Int4Weight, pack_nibbles, unpack_nibbles
 from ....layouts.formats.int8 import Int8Weight
 from ....layouts.formats.weight_format import Weight
-from ..solvers.integer_least_squares import INT4_CODES, INT8_CODES
+from ..solvers.integer_least_squares import INT4_CODES, INT8_CODES, as_stored
 
 Make = Callable[[Tensor, Tensor], Weight]
 """The weight of levels [N, K], whole numbers in fp32, and scales [N, groups] as they are stored."""
@@ -23,7 +23,7 @@ class IntegerLevels:
         self._scale, self._stored_as, self._zero, self._make = scale.float(), scale.dtype, zero, make
 
     def positions(self, values: Tensor) -> Tensor:
-        step = self._scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        step = as_stored(self._scale, torch.float32, torch.finfo(torch.float32).tiny).unsqueeze(-1)
         grouped = values.unflatten(1, (self.groups, -1)) / step
         return (grouped + self._zero).clamp(0, self.top).flatten(1)
 

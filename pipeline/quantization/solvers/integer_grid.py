@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .integer_least_squares import IntegerCodes
+from .integer_least_squares import IntegerCodes, as_stored
 from .second_order import Round
 
 RATIOS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
@@ -36,16 +36,18 @@ class IntegerGrid:
         top, middle = self.codes.top, self.codes.middle
         low, high = target.amin(1).clamp(max=0), target.amax(1).clamp(min=0)
         if self.symmetric:
-            widest = torch.maximum(high / (top - middle), low / -middle)
-            nearest = torch.full_like(widest, middle)
+            fixed = torch.full_like(low, middle)
+            starts = [
+                (self.codes.widest(low, high, sign).clamp(min=SMALLEST) * sign, fixed)
+                for sign in self.codes.signs
+            ]
         else:
-            widest = (high - low) / top
-            nearest = (-low / widest.clamp(min=SMALLEST)).round()
-        widest = widest.clamp(min=SMALLEST)
-        best = torch.full_like(widest, -torch.inf)
-        scale, zero = widest, nearest.clamp(0, top)
-        for offset in self.zero_offsets:
-            z = (nearest + offset).clamp(0, top)
+            widest = ((high - low) / top).clamp(min=SMALLEST)
+            nearest = (-low / widest).round()
+            starts = [(widest, (nearest + offset).clamp(0, top)) for offset in self.zero_offsets]
+        scale, zero = starts[0]
+        best = torch.full_like(scale, -torch.inf)
+        for widest, z in starts:
             for ratio in RATIOS:
                 d = (target / (widest * ratio)[:, None]).round()
                 d = torch.clamp(d, -z[:, None], top - z[:, None])
@@ -53,7 +55,7 @@ class IntegerGrid:
                 dot = (target * counted).sum(1)
                 refined = dot / (d * counted).sum(1).clamp(min=SMALLEST)
                 explained = refined * dot
-                better = (explained > best) & (refined > 0)
+                better = (explained > best) & (refined * widest > 0)
                 best = torch.where(better, explained, best)
                 scale, zero = torch.where(better, refined, scale), torch.where(better, z, zero)
         return self.near(torch.stack([self._stored(scale), zero]))
@@ -83,4 +85,4 @@ class IntegerGrid:
         return round_into
 
     def _stored(self, scale: Tensor) -> Tensor:
-        return scale.to(self.scale_dtype).float().clamp(min=SMALLEST)
+        return as_stored(scale, self.scale_dtype, SMALLEST)

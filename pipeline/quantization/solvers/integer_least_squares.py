@@ -8,6 +8,10 @@ those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<
 judges a candidate (s, z) with the scale already refined. The search takes every clipping ratio at the
 nearest zero and its neighbours, then alternates from the best with the scale as it will be stored.
 
+Without zero points the codes -8..7 reach one step further on one side, and a negative scale turns it to the
+other. Intel's AutoRound publishes symmetric INT4 of this kind, and engines multiply by the scale whatever its
+sign. The search tries both; it leaves most of what zero points gain.
+
 Groups lie along the last dimension and elements along the first ([g, groups]); sums fold halves. Only single
 IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
 """
@@ -29,14 +33,21 @@ class IntegerCodes:
 
     middle: the zero point of symmetric weights
     ratios: of the scale that clips nothing, tried for each group
+    signs:  of the scale of symmetric weights
     """
 
     top: int
     middle: int
     ratios: tuple[float, ...]
+    signs: tuple[int, ...] = (1,)
+
+    def widest(self, low: Tensor, high: Tensor, sign: int) -> Tensor:
+        """The scale of this sign, up to the sign, that clips nothing of low..high without zero points."""
+        below, above = (low, high) if sign > 0 else (-high, -low)
+        return torch.maximum(above * (1 / (self.top - self.middle)), below * (-1 / self.middle))
 
 
-INT4_CODES = IntegerCodes(15, 8, tuple(1.08 - 0.04 * i for i in range(10)))
+INT4_CODES = IntegerCodes(15, 8, tuple(1.08 - 0.04 * i for i in range(10)), (1, -1))
 INT8_CODES = IntegerCodes(255, 128, (1.0, 0.98, 0.95, 0.92))
 """8 bits hardly need a search: clipping the largest of g weights by a share c of it costs (127 c)² squared
 steps and saves c g / 6, so the best c is 0.0007 for a group of 128, and 0.02 to 0.06 for a whole row."""
@@ -49,31 +60,32 @@ def search(
     smallest = max(torch.finfo(scale_dtype).smallest_normal * 2.0**-10, 2.0**-120)
     low, high = x.amin(0).clamp_(max=0), x.amax(0).clamp_(min=0)
     if symmetric:
-        widest = torch.maximum(high * (1 / (codes.top - codes.middle)), low * (-1 / codes.middle))
-        zeros = [torch.full_like(widest, codes.middle)]
+        middle = torch.full_like(low, codes.middle)
+        starts = [
+            (codes.widest(low, high, sign).clamp_(min=smallest).mul_(sign), middle) for sign in codes.signs
+        ]
     else:
-        widest = (high - low) * (1 / codes.top)
-        nearest = torch.round(-low / widest.clamp(min=smallest))
-        zeros = [(nearest + offset).clamp_(0, codes.top) for offset in ZERO_OFFSETS]
-    widest.clamp_(min=smallest)
+        widest = ((high - low) * (1 / codes.top)).clamp_(min=smallest)
+        nearest = torch.round(-low / widest)
+        starts = [(widest, (nearest + offset).clamp_(0, codes.top)) for offset in ZERO_OFFSETS]
     scratch = torch.empty_like(x), torch.empty_like(x)
 
-    best = torch.zeros_like(widest)
-    scale, zero = widest.clone(), zeros[0].clone()
-    for candidate in zeros:
+    scale, zero = (start.clone() for start in starts[0])
+    best = torch.zeros_like(scale)
+    for widest, candidate in starts:
         for ratio in codes.ratios:
             dot, square = _products(x, widest * ratio, candidate, codes, scratch)
             refined = dot / square.clamp_(min=smallest)
             explained = refined * dot
-            better = (explained > best) & (refined > 0)
+            better = (explained > best) & (refined * widest > 0)
             best = torch.where(better, explained, best)
             scale = torch.where(better, refined, scale)
             zero = torch.where(better, candidate, zero)
 
-    best = torch.full_like(widest, -torch.inf)
+    best = torch.full_like(scale, -torch.inf)
     stored = scale
     for _ in range(REFINEMENTS):
-        scale = scale.to(scale_dtype).float().clamp_(min=smallest)
+        scale = as_stored(scale, scale_dtype, smallest)
         dot, square = _products(x, scale, zero, codes, scratch)
         explained = scale * (2 * dot - scale * square)
         better = explained > best
@@ -83,6 +95,11 @@ def search(
     empty = (low == 0) & (high == 0)
     unit, centre = torch.ones_like(stored), torch.full_like(zero, codes.middle)
     return torch.where(empty, unit, stored), torch.where(empty, centre, zero)
+
+
+def as_stored(scale: Tensor, dtype: torch.dtype, smallest: float) -> Tensor:
+    """fp32 scales rounded to `dtype`, none of them nearer to zero than `smallest`."""
+    return torch.copysign(scale.to(dtype).float().abs().clamp_(min=smallest), scale)
 
 
 def centred_codes(

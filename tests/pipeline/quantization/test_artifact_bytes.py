@@ -25,13 +25,13 @@ OWN = {
         "symmetric: true\ngroup_size: 64\nrules:\n  - modules: '*.o_proj'\n    group_size: 128\n",
         "compressed-tensors",
         MAX_SHARD_BYTES,
-        "219fca84d21ce6fbca346a0a1dbd5fb49ea268f2ee2da38df189b3d6ed0b7d84",
+        "9b1e96ef79709134d9de66a889c3c08acdcb588814d731da2574aebd3bff73e7",
     ),
     "torchao": (
         "symmetric: true\ngroup_size: 64\nrules:\n  - modules: '*.o_proj'\n    group_size: 128\n",
         "torchao",
         1_000_000,
-        "7d4a3b9c9c699d207fa827e133f4253f518588be15f5ba574d073e00c73dc6fa",
+        "24a0226a438948919139661726510b9698c7b5234bbaee6bb0404c079a630c95",
     ),
 }
 

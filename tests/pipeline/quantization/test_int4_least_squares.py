@@ -1,5 +1,7 @@
 """The INT4 solver: as exact as promised, better than plain methods, the same bits however it is run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, unpack_nibbles
@@ -7,6 +9,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.quantizers.torchao_hqq import quantize_int4_fractional
 from scalegate.pipeline.quantization.solvers import column_sums
+from scalegate.pipeline.quantization.solvers.integer_least_squares import INT4_CODES, centred_codes, search
 
 
 @pytest.fixture
@@ -70,6 +73,19 @@ def test_the_search_finds_what_an_exhaustive_one_finds(weight) -> None:
             best = torch.minimum(best, ((codes - z) * s - x).square().sum(-1))
     exhaustive = float((best.sum() / x.square().sum()).sqrt())
     assert solved.relative_error < 1.002 * exhaustive
+
+
+def test_symmetric_groups_turn_the_longer_side_of_the_codes_to_where_it_is_needed(trained) -> None:
+    """-8..7 or -7..8: what is lost to zero points is under half of what one sign alone would lose."""
+    spec = Int4(128, symmetric=True)
+    solved = quantize_int4(trained, spec)
+    assert bool((solved.weight.scale < 0).any()) and bool((solved.weight.scale > 0).any())
+    with_zero_points = quantize_int4(trained, Int4(128)).relative_error
+    x = trained.float().view(trained.shape[0], -1, 128).permute(2, 0, 1).flatten(1).contiguous()
+    one_sign = replace(INT4_CODES, signs=(1,))
+    scale, zero = search(x, one_sign, symmetric=True, scale_dtype=torch.bfloat16)
+    alone = float((centred_codes(x, scale, zero, one_sign) * scale - x).norm() / x.norm())
+    assert with_zero_points < solved.relative_error < (alone + with_zero_points) / 2
 
 
 def test_threads_and_chunks_do_not_change_the_bits(weight, monkeypatch: pytest.MonkeyPatch) -> None:
