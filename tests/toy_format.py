@@ -38,6 +38,9 @@ class Int8Row:
     def nearest(self, n: int, k: int) -> "Int8Row":
         return self
 
+    def beside_experts(self) -> "Int8Row":
+        return self
+
     def bits_per_weight(self, n: int, k: int) -> float:
         return 8 + 16 / k
 

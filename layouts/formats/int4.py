@@ -76,6 +76,10 @@ class Int4:
         size = next((size for size in COMMON_GROUPS if k % size == 0), None)
         return None if size is None else replace(self, group_size=size)
 
+    def beside_experts(self) -> "Int4":
+        """Without zero points: transformers reads none of experts, and vLLM none of gpt-oss' experts."""
+        return replace(self, symmetric=True) if self.has_integer_zero else self
+
     def bits_per_weight(self, n: int, k: int) -> float:
         zero = 0 if self.symmetric else INTEGER_ZERO_BITS if self.has_integer_zero else FRACTIONAL_ZERO_BITS
         return 4 + (SCALE_BITS + zero) / self.group_size

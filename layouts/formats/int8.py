@@ -68,6 +68,9 @@ class Int8:
         specs = (replace(self, group_size=size) for size in sizes)
         return next((spec for spec in specs if spec.refuses(n, k) is None), None)
 
+    def beside_experts(self) -> "Int8":
+        return self
+
     def bits_per_weight(self, n: int, k: int) -> float:
         return 8 + SCALE_BITS * self.groups(k) / k
 

@@ -39,6 +39,9 @@ class IQ2XXS:
     def nearest(self, n: int, k: int) -> None:
         return None
 
+    def beside_experts(self) -> "IQ2XXS":
+        return self
+
     def bits_per_weight(self, n: int, k: int) -> float:
         return BITS
 

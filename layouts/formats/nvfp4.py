@@ -48,6 +48,9 @@ class NVFP4:
     def nearest(self, n: int, k: int) -> None:
         return None
 
+    def beside_experts(self) -> "NVFP4":
+        return self
+
     def bits_per_weight(self, n: int, k: int) -> float:
         return 4 + 8 / GROUP_SIZE + 32 / (n * k)
 

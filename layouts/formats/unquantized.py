@@ -29,6 +29,9 @@ class Unquantized:
     def nearest(self, n: int, k: int) -> "Unquantized":
         return self
 
+    def beside_experts(self) -> "Unquantized":
+        return self
+
     def bits_per_weight(self, n: int, k: int) -> float:
         """16, since nearly all checkpoints are in 16 bits."""
         return 16.0

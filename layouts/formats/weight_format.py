@@ -61,6 +61,10 @@ class WeightFormat(Hashable, Protocol):
         """A spec of the same format that a weight [n, k] can have; None if there is none."""
         ...
 
+    def beside_experts(self) -> "WeightFormat":
+        """The spec of the same format that other readers take in a model whose experts are quantized."""
+        ...
+
     def bits_per_weight(self, n: int, k: int) -> float:
         """The bits per weight of an [n, k] weight, scales and zero points included."""
         ...

@@ -57,6 +57,7 @@ class LinearWeight:
     rows:       which rows of that slice, first and one past the last
     step:       from one of its rows to the next: 2 where the rows of gate and up take turns
     transposed: the slice lies as [K, N]
+    is_expert:  it belongs to one of several experts
     """
 
     module: str
@@ -69,6 +70,7 @@ class LinearWeight:
     rows: tuple[int, int] | None = None
     transposed: bool = False
     step: int = 1
+    is_expert: bool = False
 
     @property
     def row_slice(self) -> slice:
@@ -174,7 +176,7 @@ def _linear_weights(
     if is_experts_parameter(owner, leaf):
         if len(shape) == 2 and name.endswith(WEIGHT):
             place = _expert_place(assignment, name)
-            return [LinearWeight(name.removesuffix(WEIGHT), name, place, LINEAR, *shape)]
+            return [LinearWeight(name.removesuffix(WEIGHT), name, place, LINEAR, *shape, is_expert=True)]
         return _fused_experts(checkpoint, model, assignment, name, owner)
     if assignment.converter is None and not assignment.is_stacked and shape != tuple(target.shape):
         raise UserError(
@@ -230,7 +232,7 @@ def _fused_experts(
     return [
         LinearWeight(
             f"{prefix}{expert}.{projection}", name, f"{name}[{expert}]", LINEAR, size, k,
-            expert=expert, rows=its_rows, transposed=transposed, step=step,
+            expert=expert, rows=its_rows, transposed=transposed, step=step, is_expert=True,
         )
         for expert in range(experts)
         for projection, its_rows in zip(single, rows, strict=True)

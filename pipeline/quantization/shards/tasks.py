@@ -31,6 +31,12 @@ from ...records.recipe import Recipe, Rule, matches
 from ...records.recipe_fields import EXACT, KEEP, NEAREST
 
 IGNORED = "ignored by the recipe"
+SMALLEST = 32
+"""The fewest inputs and outputs that vLLM's INT4 kernel for CPUs takes (`CPUWNA16LinearKernel`). Quantizing a
+smaller layer would save nothing."""
+MERGED = ("q_proj", "k_proj", "v_proj")
+"""Layers that engines load as one, so that their outputs are counted together."""
+BESIDE_EXPERTS = "transformers reads no zero points of experts"
 UNQUANTIZED = Unquantized()
 
 
@@ -117,10 +123,15 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     chosen = {module: choice for module, choice in decisions.items() if not isinstance(choice, str)}
     for module in chosen:
         refuse_unreadable(checkpoint, linears[module].tensor)
-    unfit = {m: reason for m, spec in chosen.items() if (reason := spec.refuses(linears[m].n, linears[m].k))}
+    adapted = _for_other_readers(linears, chosen) if recipe.fit == NEAREST else {}
+    chosen |= adapted
+    decisions |= adapted
+    small = {m: _how_small(linears, linears[m]) for m in chosen} if recipe.fit == NEAREST else {}
+    unfit = {m: reason for m, s in chosen.items() if (reason := s.refuses(linears[m].n, linears[m].k))}
     if unfit and recipe.fit == EXACT:
         raise _unfit(recipe, [linears[module] for module in unfit], chosen)
-    fitted = _fitted(linears, chosen, unfit)
+    unfit |= {module: reason for module, reason in small.items() if reason is not None}
+    fitted = _fitted(linears, chosen, (module for module in unfit if small.get(module) is None))
     for module in unfit:
         chosen.pop(module)
         decisions[module] = fitted.get(module, f"kept, since {unfit[module]}")
@@ -152,8 +163,28 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
         other_names(weights.readers, by_tensor),
         untied,
         _own_head(linears.values()),
-        _said(unfit, fitted),
+        _said(dict.fromkeys(adapted, BESIDE_EXPERTS) | unfit, adapted | fitted),
     )
+
+
+def _for_other_readers(
+    linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat]
+) -> dict[str, WeightFormat]:
+    """What becomes of modules whose format other readers do not take in a model with quantized experts."""
+    if not any(linears[module].is_expert for module in chosen):
+        return {}
+    taken = {module: spec.beside_experts() for module, spec in chosen.items()}
+    return {module: spec for module, spec in taken.items() if spec != chosen[module]}
+
+
+def _how_small(linears: Mapping[str, LinearWeight], weight: LinearWeight) -> str | None:
+    """What says that `weight` is too small for other readers; None where it is not."""
+    parent, _, leaf = weight.module.rpartition(".")
+    together = [f"{parent}.{name}" for name in MERGED] if leaf in MERGED else [weight.module]
+    n = sum(linears[module].n for module in together if module in linears)
+    if min(n, weight.k) >= SMALLEST:
+        return None
+    return f"{'N' if n < SMALLEST else 'K'} = {min(n, weight.k)} is below {SMALLEST}"
 
 
 def _own_head(linears: Iterable[LinearWeight]) -> tuple[str, str] | None:

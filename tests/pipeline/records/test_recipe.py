@@ -14,6 +14,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.quantization.shards.tasks import make_tasks
 from scalegate.pipeline.records.recipe import Recipe, Rule
 from scalegate.pipeline.records.recipe_file import load_recipe, shipped_recipes
+from scalegate.tests.pipeline.quantization.tiny_families import make_text
 
 LAYER = "model.layers.0"
 KV_RECIPES = {
@@ -41,6 +42,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     specs = {name: load_recipe(name).spec for name in shipped_recipes()}
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
     int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq", "best")}
+    int4["int4-symmetric"] = Int4(128, symmetric=True)
     assert specs == int4 | {
         "fp8": FP8(),
         "int8": Int8(128),
@@ -274,6 +276,28 @@ def test_with_fit_nearest_a_layer_gets_the_largest_group_that_divides_k(example_
     assert tasks.specs["model.layers.0.mlp.down_proj"] == Int4(384)
     assert tasks.specs["model.layers.0.mlp.gate_proj"] == Int4(128)
     assert "× INT4 g128, zero points (K = 256 is no multiple of group size 384)" in tasks.fitted
+
+
+def test_with_fit_nearest_experts_and_what_is_beside_them_have_no_zero_points(tmp_path: Path) -> None:
+    source = make_text(tmp_path, "qwen3_moe")
+    tasks = tasks_for(source, spec=Int4(32), fit="nearest")
+    assert set(tasks.specs.values()) == {Int4(32, symmetric=True)}
+    assert tasks.fitted == "32 × INT4 g32, symmetric (transformers reads no zero points of experts)"
+    for others in ({"spec": Int4(32)}, {"spec": Int4(32), "fit": "nearest", "ignore": ("*.experts.*",)}):
+        assert set(tasks_for(source, **others).specs.values()) == {Int4(32)}
+
+
+def test_with_fit_nearest_a_layer_that_engines_refuse_for_its_size_stays(tmp_path: Path) -> None:
+    """Keys and values have 16 outputs each, and are served with the queries' 64 as one layer."""
+    source = make_text(tmp_path, "llama", num_key_value_heads=1, intermediate_size=16)
+    tasks = tasks_for(source, spec=Int4(16), fit="nearest")
+    assert tasks.specs[f"{LAYER}.self_attn.k_proj"] == Int4(16)
+    assert tasks.kept["kept, since N = 16 is below 32"] == [
+        f"model.layers.{layer}.mlp.{name}" for layer in range(2) for name in ("gate_proj", "up_proj")
+    ]
+    assert f"{LAYER}.mlp.down_proj" in tasks.kept["kept, since K = 16 is below 32"]
+    assert {f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.down_proj"} <= set(tasks.ignore)
+    assert f"{LAYER}.mlp.gate_proj" in tasks_for(source, spec=Int4(16)).specs
 
 
 def test_with_fit_nearest_a_layer_that_the_format_cannot_have_stays(example_checkpoint: Path) -> None:

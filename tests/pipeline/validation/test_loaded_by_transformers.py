@@ -54,7 +54,10 @@ LOADED: dict[str, Case] = {
     "names that transformers changes": (lambda folder: make_text(folder, "gpt_neox"), RECIPE),
     "towers": (lambda folder: make_multimodal(folder, "gemma3"), RECIPE),
     "towers with rules of their names": (lambda folder: make_multimodal(folder, "qwen2_5_vl"), RECIPE),
-    "experts one by one": (lambda folder: make_text(folder, "qwen3_moe"), RECIPE),
+    "experts one by one": (
+        lambda folder: make_text(folder, "qwen3_moe"),
+        Recipe("zero points where readers take them", spec=Int4(16), fit=NEAREST),
+    ),
     "experts one upon another": (lambda folder: make_text(folder, "phimoe"), RECIPE),
     "a prediction head": (
         lambda folder: add_prediction_head(make_text(folder, "qwen3_5_text")),
