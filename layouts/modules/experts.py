@@ -21,6 +21,7 @@ from ..packing.layout import ExpertsLayout, PackedWeight, rounds_inputs
 from ..packing.per_expert import PerExpert
 from ..packing.routing import Routing
 from ..packing.torch_linear import TorchLinear
+from .experts_interface import adapt, rows_of_experts, without_identities
 from .gated_experts import gated_experts, is_served_whole
 from .linear import spec_of_text, spec_text
 
@@ -53,7 +54,7 @@ class PackedExperts(nn.Module):
     ):
         super().__init__()
         self.batch_invariance = batch_invariance
-        if not is_experts(experts):
+        if not is_experts(experts) and not adapt(experts):
             raise UserError(
                 f"experts of {type(experts).__name__} cannot be packed: it does not follow transformers' "
                 "experts interface"
@@ -75,6 +76,7 @@ class PackedExperts(nn.Module):
             for part_name, part in zip(self.parts[name], parts, strict=True):
                 self._add(part_name, part)
         self.num_experts = self._packed[self.parts["down_proj"][0]].shape[0]
+        self._counts = {packed.shape[0] for packed in self._packed.values()}
         weights = {name: [self._packed[part] for part in parts] for name, parts in self.parts.items()}
         self.is_served_whole = (
             batch_invariance == "tuned" and not self.input_formats and is_served_whole(experts, weights)
@@ -114,8 +116,25 @@ class PackedExperts(nn.Module):
             self.input_formats[name] = rounding.with_tensors(tensors)
         return self
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H]."""
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H].
+
+        Without an index, hidden_states [E * T, H] are rows for one expert after another, to [E * T, H].
+        """
+        if top_k_index is None or top_k_weights is None:
+            rows, expert = rows_of_experts(hidden_states, self.num_experts)
+            ones = hidden_states.new_ones(len(rows), 1)
+            output = torch.zeros_like(hidden_states)
+            if len(rows):
+                output[rows] = self._routed(hidden_states[rows], expert[:, None], ones)
+            return output
+        index, weights, added = without_identities(self.experts, hidden_states, top_k_index, top_k_weights)
+        output = self._routed(hidden_states, index, weights)
+        return output if added is None else output + added
+
+    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.is_served_whole:
             gate_up, down = self.parts["gate_up_proj"][0], self.parts["down_proj"][0]
             weights, specs = (
@@ -124,9 +143,10 @@ class PackedExperts(nn.Module):
             )
             return gated_experts(hidden_states, top_k_index, top_k_weights, weights, specs)
         experts: Any = self.experts
-        sorted_experts = torch.ops.scalegate.route_experts(
-            top_k_index, self.num_experts, self.batch_invariance
-        )
+        sorted_experts = {
+            count: torch.ops.scalegate.route_experts(top_k_index, count, self.batch_invariance)
+            for count in self._counts
+        }
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         x = self._multiply(first, hidden_states, top_k_index, sorted_experts)
         x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
@@ -137,21 +157,21 @@ class PackedExperts(nn.Module):
         # Summed choice by choice, not scattered: the order of the additions does not depend on the batch.
         return per_choice.to(hidden_states.dtype).sum(dim=1)
 
-    def _multiply(self, name: str, x: Tensor, expert: Tensor, sorted_experts: Tensor) -> Tensor:
+    def _multiply(self, name: str, x: Tensor, expert: Tensor, sorted_experts: dict[int, Tensor]) -> Tensor:
         outputs = [self._product(part, x, expert, sorted_experts) for part in self.parts[name]]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         if self.experts.has_bias:
             y = y + getattr(self.experts, f"{name}_bias")[expert.flatten()]
         return y
 
-    def _product(self, part: str, x: Tensor, expert: Tensor, sorted_experts: Tensor) -> Tensor:
+    def _product(self, part: str, x: Tensor, expert: Tensor, sorted_experts: dict[int, Tensor]) -> Tensor:
         packed = self._packed[part]
         if part in self.input_formats:
             x = _rounded(self.input_formats[part], x, expert.flatten())
         return torch.ops.scalegate.packed_experts_matmul(
             x.contiguous(),
             expert,
-            sorted_experts,
+            sorted_experts[packed.shape[0]],
             list(packed.tensors.values()),
             packed.layout,
             self.specs[part],
