@@ -24,6 +24,7 @@ from ...base.errors import UserError
 from ...base.log import logger
 from ..checkpoints.checkpoint import Checkpoint
 from .kept_logits import take_logits_to_keep
+from .tied_modules import share_tied_modules
 from .weight_map import OUTSIDE, map_weights
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
@@ -55,6 +56,7 @@ def build_skeleton(
     _compute_buffers(model, torch.device(device))
     _keep_in_fp32(model, dtype)
     take_logits_to_keep(model)
+    share_tied_modules(model)
     return model.requires_grad_(False).eval()
 
 
