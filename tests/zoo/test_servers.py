@@ -85,6 +85,7 @@ def require_named(one: Fault, judgement: Judgement) -> None:
     assert one.words in caught[one.check] or one.words in measured(judgement, one.check), caught
 
 
+@pytest.mark.exhaustive
 def test_faults_that_are_on_together_are_named_each_by_its_check(zoo: Zoo):
     judgement = zoo.judged(TOGETHER.join(NAMED_TOGETHER), workload=IN_USE, in_use=True)
     for name in NAMED_TOGETHER:

@@ -148,6 +148,8 @@ def failed(artifact: Path, passed: Verdict, tmp_path_factory: pytest.TempPathFac
     return result, report
 
 
+@pytest.mark.exhaustive
+@pytest.mark.alone
 def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_passed(failed):
     result, report = failed
     assert result.exit_code == 1, result.output
@@ -162,6 +164,8 @@ def test_a_bad_layout_fails_by_shape_kernel_m_and_the_layout_that_would_have_pas
     assert verdict.artifact.layouts == {SLOW_LAYOUT: 16}, "4 layers: merged QKV and gate/up, output and down"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.alone
 def test_a_fail_is_shown_in_the_terminal_and_replaces_the_earlier_pass(failed):
     result, report = failed
     verdict = report / "artifact" / "serving_check.json"
