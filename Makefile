@@ -17,7 +17,7 @@ INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)
 ALONE := $(shell grep -rl "mark\.alone" tests --include="test_*.py")
 EXAMPLE := examples/qwen3-pycode-5m
 
-.PHONY: another-lock install example tutorial docs test most-tests test-all test-random test-isas test-pythons
+.PHONY: another-lock install example tutorial docs test most-tests types-and-kernels test-all test-random test-isas test-pythons
 .PHONY: compile-tests lint types style clean
 
 # Holds the name of the lock that is installed: another one is installed anew.
@@ -42,13 +42,18 @@ docs: install
 
 # What CI runs first, and what the README names.
 test: install lint
-	$(MAKE) --no-print-directory -j 2 types most-tests
-	$(INTERPRETED) -m "not gpu and not exhaustive" $(PROCESSES) $(ORDER)
+	$(MAKE) --no-print-directory -j 2 types-and-kernels most-tests
 	$(BIN)/pytest $(ALONE) -m "alone and not gpu and not exhaustive" $(ORDER)
 
-# mypy keeps one core busy, and these tests wait now and then.
+# These tests wait now and then: one process more keeps both cores busy.
 most-tests: install
 	$(BIN)/pytest -m "not gpu and not alone and not exhaustive" $(PROCESSES) $(ORDER)
+
+# Beside them: its output would stand among theirs, and comes when all has run.
+types-and-kernels: types
+	@echo "$(INTERPRETED)"
+	@$(INTERPRETED) -m "not gpu and not exhaustive" $(ORDER) > $(VENV)/kernels.log 2>&1; status=$$?; \
+	  cat $(VENV)/kernels.log; exit $$status
 
 # And then all else that a machine with no GPU can run: every fault, shape and form.
 test-all: test
