@@ -1,4 +1,4 @@
-"""INT4: four-bit codes with a scale and a zero point for every group of consecutive columns."""
+"""INT4: four-bit codes, a scale and a zero point for each group of consecutive columns; inputs may be FP8."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .e4m3 import PER_TOKEN, E4M3Input
 from .weight_format import WEIGHT_FORMATS, Weight
 
 ZERO_POINTS = ("integer", "fractional")
@@ -13,6 +14,8 @@ SYMMETRIC_ZERO = 8
 """Codes are unsigned: the symmetric range -8..7 is 0..15 with its zero at 8."""
 SMALLEST_GROUP = 16
 COMMON_GROUPS = (128, 64, 32, 16)
+UNQUANTIZED, FP8_INPUTS = "unquantized", "fp8"
+ACTIVATIONS = (UNQUANTIZED, FP8_INPUTS)
 SCALE_BITS, INTEGER_ZERO_BITS, FRACTIONAL_ZERO_BITS = 16, 4, 16
 
 
@@ -29,6 +32,8 @@ class Int4:
     """Whether all zero points are 8."""
     zero_point: str = "integer"
     """`integer` or `fractional`. Fractional ones are torchao's HQQ, which only its convention can store."""
+    activations: str = UNQUANTIZED
+    """`fp8`: the layer's inputs are rounded to E4M3 (W4A8), with a scale for each token as it comes."""
 
     def __post_init__(self) -> None:
         size = self.group_size
@@ -42,20 +47,33 @@ class Int4:
             raise ValueError(f"`zero_point` is one of {', '.join(ZERO_POINTS)}; not {self.zero_point!r}")
         if self.symmetric and not self.has_integer_zero:
             raise ValueError("`zero_point: fractional` and `symmetric: true` exclude each other")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"`activations` is one of {', '.join(ACTIVATIONS)}; not {self.activations!r}")
+        if self.activations == FP8_INPUTS and not self.symmetric:
+            raise ValueError(
+                "`activations: fp8` needs `symmetric: true`: engines read no zero points with FP8 inputs"
+            )
 
     @property
     def has_integer_zero(self) -> bool:
         return self.zero_point == "integer"
 
     @property
+    def dynamic_input(self) -> E4M3Input | None:
+        return PER_TOKEN if self.activations == FP8_INPUTS else None
+
+    @property
     def label(self) -> str:
         zero = "symmetric" if self.symmetric else "zero points"
-        return f"INT4 g{self.group_size}, {zero if self.has_integer_zero else 'fractional zero points'}"
+        zero = zero if self.has_integer_zero else "fractional zero points"
+        inputs = ", FP8 inputs" if self.activations == FP8_INPUTS else ""
+        return f"INT4 g{self.group_size}, {zero}{inputs}"
 
     @property
     def key(self) -> str:
         zero = "sym" if self.symmetric else "zp" if self.has_integer_zero else "fractional zp"
-        return f"int4 g{self.group_size} {zero}"
+        inputs = " fp8 inputs" if self.activations == FP8_INPUTS else ""
+        return f"int4 g{self.group_size} {zero}{inputs}"
 
     @property
     def column_multiple(self) -> int:
@@ -102,7 +120,7 @@ class Int4:
 
     @classmethod
     def variants(cls) -> "list[Int4]":
-        return [cls(), cls(zero_point="fractional")]
+        return [cls(), cls(zero_point="fractional"), cls(symmetric=True, activations=FP8_INPUTS)]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class TilePackedInt4:
     kind = "Int4TilePackedTo4dTensor"
 
     def refuses(self, spec: WeightFormat) -> str | None:
+        if _int4(spec).dynamic_input is not None:
+            return "torchao's INT4 is written with weights alone"
         if _int4(spec).group_size in GROUP_SIZES:
             return None
         return f"torchao takes groups of {', '.join(map(str, GROUP_SIZES))}, not {_int4(spec).group_size}"

@@ -17,11 +17,9 @@ from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 from ..fp8 import stored_float8
 from ..stored import FLOAT_DTYPES, require_tensor, scalar_shape
-from .scheme import SCHEMES
+from .scheme import EIGHT_BITS, FP8_PER_TOKEN, SCHEMES, rounds_to_fp8
 
-EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 STRATEGIES = {ROW: "channel", TENSOR: "tensor"}
-PER_TOKEN = EIGHT_BITS | {"strategy": "token", "dynamic": True}
 
 
 class FloatQuantized:
@@ -31,12 +29,12 @@ class FloatQuantized:
     dtypes = (E4M3,)
 
     def recognizes(self, group: Mapping[str, Any]) -> bool:
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        weights = group.get("weights") or {}
         return (
             group["format"] == self.format
             and (weights.get("num_bits"), weights.get("type")) == (8, "float")
             and weights.get("strategy") in STRATEGIES.values()
-            and PER_TOKEN.items() <= inputs.items()
+            and rounds_to_fp8(group)
         )
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
@@ -74,7 +72,7 @@ class FloatQuantized:
         return EIGHT_BITS | {"strategy": STRATEGIES[spec.scale], "group_size": None, "dynamic": False}
 
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any]:
-        return dict(PER_TOKEN)
+        return dict(FP8_PER_TOKEN)
 
 
 SCHEMES.add(FP8.name, FloatQuantized())

@@ -1,7 +1,7 @@
 """INT4 in compressed-tensors, `pack-quantized`: eight codes to an int32, least significant first.
 
 Beside what `packed_words.py` has, where the config group is not symmetric, `weight_zero_point` int32
-[N/8, K/g], packed along N. Weight-only: groups and whole rows.
+[N/8, K/g], packed along N. Groups and whole rows; inputs in 16 bits, or in E4M3 token by token (W4A8).
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from ....layouts.formats.input_format import InputFormat
-from ....layouts.formats.int4 import SYMMETRIC_ZERO, Int4, Int4Weight, pack_nibbles, unpack_nibbles
+from ....layouts.formats.int4 import (
+    FP8_INPUTS,
+    SYMMETRIC_ZERO,
+    UNQUANTIZED,
+    Int4,
+    Int4Weight,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 from ..stored import int4_spec, require_tensor
 from . import packed_words
 from .packed_words import PackedWords, bytes_of, packed_tensors, weights_config, words_of
-from .scheme import METHOD, SCHEMES
+from .scheme import FP8_PER_TOKEN, METHOD, SCHEMES, rounds_to_fp8
 
 BITS = 4
 CODES_PER_WORD = 8
@@ -26,17 +34,21 @@ CODES_PER_WORD = 8
 
 class PackQuantized:
     format = packed_words.FORMAT
-    reads = "INT4 weight-only pack-quantized"
+    reads = "INT4 pack-quantized, weight-only or with FP8 inputs"
     suffix = packed_words.PACKED
     dtypes = None
 
     def recognizes(self, group: Mapping[str, Any]) -> bool:
-        return packed_words.recognizes(group, BITS)
+        inputs = group.get("input_activations")
+        return packed_words.recognizes(group, BITS) and (inputs is None or rounds_to_fp8(group))
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         packed = PackedWords.of(checkpoint, module, group["weights"])
         group_size, symmetric = packed.group_size or packed.k, packed.symmetric
-        spec = int4_spec(checkpoint, module, group_size=group_size, symmetric=symmetric)
+        activations = FP8_INPUTS if rounds_to_fp8(group) else UNQUANTIZED
+        spec = int4_spec(
+            checkpoint, module, group_size=group_size, symmetric=symmetric, activations=activations
+        )
         n, groups, zero_name = packed.n, packed.groups, f"{module}.weight_zero_point"
         if not symmetric:
             require_tensor(checkpoint, zero_name, (torch.int32,), (-(-n // CODES_PER_WORD), groups))
@@ -48,7 +60,8 @@ class PackQuantized:
                 zero = _unpack_along_n(checkpoint.read(zero_name), n)
             return Int4Weight(spec, codes, scale, zero)
 
-        return packed.stored(spec, make, *([] if symmetric else [zero_name]))
+        names = [] if symmetric else [zero_name]
+        return packed.stored(spec, make, *names, inputs=spec.dynamic_input)
 
     def refuses(self, spec: WeightFormat) -> str | None:
         if not isinstance(spec, Int4):
@@ -80,8 +93,8 @@ class PackQuantized:
             raise ValueError(self.refuses(spec))
         return weights_config(BITS, spec.group_size, spec.symmetric)
 
-    def inputs_config(self, spec: WeightFormat) -> None:
-        return None
+    def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
+        return dict(FP8_PER_TOKEN) if isinstance(spec, Int4) and spec.dynamic_input else None
 
 
 def _pack_along_n(zero_point: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class PackQuantizedInt8:
     dtypes = None
 
     def recognizes(self, group: Mapping[str, Any]) -> bool:
-        return packed_words.recognizes(group, BITS)
+        return packed_words.recognizes(group, BITS) and group.get("input_activations") is None
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         packed = PackedWords.of(checkpoint, module, group["weights"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....base.errors import UserError
+from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
@@ -26,10 +27,9 @@ WORD_BITS = 32
 
 
 def recognizes(group: Mapping[str, Any], bits: int) -> bool:
-    """Whether a config group is of integer codes of so many bits, packed like that, weights alone."""
+    """Whether a config group is of integer codes of so many bits, packed like that."""
     weights = group.get("weights") or {}
-    kind = weights.get("num_bits"), weights.get("type"), group["format"]
-    return kind == (bits, "int", FORMAT) and group.get("input_activations") is None
+    return (weights.get("num_bits"), weights.get("type"), group["format"]) == (bits, "int", FORMAT)
 
 
 def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[str, Any]:
@@ -109,7 +109,11 @@ class PackedWords:
         return 1 if self.group_size is None else self.k // self.group_size
 
     def stored(
-        self, spec: WeightFormat, make: Callable[[Tensor, Tensor], Weight], *more: str
+        self,
+        spec: WeightFormat,
+        make: Callable[[Tensor, Tensor], Weight],
+        *more: str,
+        inputs: InputFormat | None = None,
     ) -> StoredWeight:
         """make: from the codes, uint8 [N, K * bits / 8], and the scales; more: other tensors that it reads"""
 
@@ -125,7 +129,8 @@ class PackedWords:
             scale = checkpoint.read(f"{self.module}.weight_scale")
             return make(bytes_of(checkpoint.read(self.names[0])), scale)
 
-        return StoredWeight(self.module, (self.n, self.k), spec, (*self.names, *more), read)
+        read_input = None if inputs is None else lambda: inputs
+        return StoredWeight(self.module, (self.n, self.k), spec, (*self.names, *more), read, read_input)
 
 
 def words_of(codes: Tensor) -> Tensor:

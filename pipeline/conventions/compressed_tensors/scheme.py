@@ -18,6 +18,9 @@ from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
 
 METHOD = "compressed-tensors"
+EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_PER_TOKEN = EIGHT_BITS | {"strategy": "token", "dynamic": True}
+"""Inputs in E4M3, each token with a scale of its own as it comes."""
 
 
 class Scheme(Protocol):
@@ -71,6 +74,11 @@ class WritableScheme(Scheme, Protocol):
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
         """The `input_activations` section; None where inputs are not rounded."""
         ...
+
+
+def rounds_to_fp8(group: Mapping[str, Any]) -> bool:
+    """Whether a config group rounds inputs to E4M3, each token as it comes."""
+    return FP8_PER_TOKEN.items() <= (group.get("input_activations") or {}).items()
 
 
 SCHEMES: Registry[Scheme] = Registry("compressed-tensors scheme")

@@ -1,4 +1,4 @@
-"""FP8 artifacts: the best scales, read back bit for bit, served as FP8, and read by others."""
+"""FP8, and INT4 with FP8 inputs: the best scales, read back bit for bit, read by others."""
 
 import json
 import shutil
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from scalegate.base.errors import UserError
 from scalegate.layouts.formats.e4m3 import E4M3, PER_TOKEN
 from scalegate.layouts.formats.fp8 import FP8, TENSOR, FP8Weight
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
@@ -20,6 +22,7 @@ from scalegate.pipeline.records.recipe import Recipe
 from scalegate.tests.pipeline.transformers_reader import read_by_both
 
 LAYER = "model.layers.0"
+W4A16, W4A8 = Int4(symmetric=True), Int4(symmetric=True, activations="fp8")
 MODULES = 28
 TOKENS = torch.arange(3, 67)[None]
 
@@ -129,10 +132,36 @@ def test_one_scale_a_tensor_is_shared_by_what_is_merged(example_checkpoint: Path
     assert len(load_model(checkpoint, progress=False).layouts) == MODULES * 4 // 7
 
 
+def test_int4_takes_fp8_inputs(example_checkpoint: Path, tmp_path: Path) -> None:
+    quantize(example_checkpoint, "int4-fp8", tmp_path / "out", progress=False)
+    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = group["config_groups"]["group_0"]
+    assert (group["format"], group["weights"]["num_bits"]) == ("pack-quantized", 4)
+    assert (group["input_activations"]["type"], group["input_activations"]["strategy"]) == ("float", "token")
+    stored = stored_weights(open_checkpoint(tmp_path / "out"))
+    assert all(weight.spec == W4A8 and weight.read_input is not None for weight in stored.values())
+    loaded = load_model(tmp_path / "out", progress=False)
+    assert set(loaded.layouts.values()) == {"cpu_emulated"} and len(loaded.layouts) == MODULES * 4 // 7
+    # The weights are INT4's own: only inputs differ.
+    quantize(example_checkpoint, Recipe("w4a16", spec=W4A16), tmp_path / "plain", progress=False)
+    plain = stored_weights(open_checkpoint(tmp_path / "plain"))
+    for module, weight in stored.items():
+        assert torch.equal(weight.read().dequantize(), plain[module].read().dequantize())
+    with pytest.raises(UserError, match="torchao's INT4 is written with weights alone"):
+        quantize(example_checkpoint, "int4-fp8", tmp_path / "torchao", export="torchao", progress=False)
+
+
+def test_fp8_inputs_go_with_symmetric_int4_alone() -> None:
+    with pytest.raises(ValueError, match="`activations: fp8` needs `symmetric: true`"):
+        Int4(activations="fp8")
+    with pytest.raises(ValueError, match="`activations` is one of unquantized, fp8; not 'int8'"):
+        Int4(symmetric=True, activations="int8")
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", FP8.variants(), ids=lambda spec: spec.key)
+@pytest.mark.parametrize("spec", [*FP8.variants(), W4A8], ids=lambda spec: spec.key)
 def test_transformers_reads_it_and_rounds_inputs_as_we_do(
-    example_checkpoint: Path, tmp_path: Path, spec: FP8, monkeypatch: pytest.MonkeyPatch
+    example_checkpoint: Path, tmp_path: Path, spec: FP8 | Int4, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     quantize(example_checkpoint, Recipe("fp8", spec=spec), out, progress=False)

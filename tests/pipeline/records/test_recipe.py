@@ -43,8 +43,12 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     int4 = {"int4-hqq": Int4(128), "int4-hqq-g64": Int4(64), "int4-hqq-g32": Int4(32)}
     int4 |= {f"int4-{method}": Int4(128) for method in ("gptq", "awq", "awq-gptq", "best")}
     int4["int4-symmetric"] = Int4(128, symmetric=True)
+    w4a8 = dict.fromkeys(
+        ("int4-fp8", "int4-fp8-gptq", "int4-fp8-best"), Int4(128, symmetric=True, activations="fp8")
+    )
     assert specs == int4 | {
         "fp8": FP8(),
+        **w4a8,
         "int8": Int8(128),
         "nvfp4": NVFP4(),
         "nvfp4-gptq": NVFP4(),
@@ -55,7 +59,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     kv_formats = {name: load_recipe(name).kv_cache for name in shipped_recipes()}
     assert (
         kv_formats
-        == dict.fromkeys(int4, "unquantized")
+        == dict.fromkeys((*int4, *w4a8), "unquantized")
         | {
             "fp8": "unquantized",
             "int8": "unquantized",
