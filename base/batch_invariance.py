@@ -9,9 +9,9 @@ from typing import Literal, get_args
 BatchInvariance = Literal["tuned", "pin", "per-token"]
 """What the bits of a request's output may depend on.
 
-`tuned`:     its tokens, how its prompt was cut into chunks, and the other requests in its batch
-`pin`:       its tokens, and how its prompt was cut into chunks
-`per-token`: its tokens alone
+`tuned`:     its own tokens and every other request in its batch
+`pin`:       its own tokens, and which of them came from the prompt and which were decoded
+`per-token`: its own tokens alone
 """
 
 INVARIANCE_MODES: tuple[BatchInvariance, ...] = get_args(BatchInvariance)

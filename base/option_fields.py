@@ -156,7 +156,7 @@ def parse(cls: type, field: Field[Any], text: str) -> Any:
     kind, count = kind_of(cls, field.name), field.metadata["count"]
     if text == ALL and count is not None:
         if not (found := count()):
-            raise UserError(f"{flag(name_of(field))} {ALL}: there are none here; leave it out")
+            raise UserError(f"{flag(name_of(field))} {ALL}: this machine has none; leave the option out")
         return tuple(range(found))
     try:
         value: Any = tuple(map(int, text.split(","))) if kind is tuple else kind(text)
@@ -214,7 +214,7 @@ def help_of(field: Field[Any], is_sized: bool = False) -> str:
     """
     text, default, unless_given = field.metadata["help"], field.default, field.metadata["unless_given"]
     if is_sized:
-        text, unless_given = f"{text.partition('; default')[0].rstrip('.')}.", "what the workload needs"
+        text, unless_given = f"{text.partition('; by default')[0].rstrip('.')}.", "what the workload needs"
     if unless_given is None and default is not None:
         unless_given = {True: "on", False: "off"}[default] if isinstance(default, bool) else text_of(default)
     return text if unless_given is None else f"{text}  [default: {unless_given}]"

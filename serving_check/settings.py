@@ -54,26 +54,28 @@ class WorkloadSettings:
     )
     input_len: int = option(
         64,
-        "Prompt tokens a request.",
+        "Prompt tokens per request.",
         minimum=1,
         unless_given="64; with a KVarN cache, enough to exercise quantized pages",
     )
-    output_len: int = option(64, "Output tokens a request.", minimum=1)
+    output_len: int = option(64, "Output tokens per request.", minimum=1)
     waves: int = option(
         1,
-        "Requests each client sends in one repeat: short repeats, often alternated, resist noise best.",
+        "Requests that each client sends in one repeat; short repeats resist noise best.",
         minimum=1,
     )
     max_blocks: int = option(
         96,
-        "Most blocks at one M, each a repeat of either side; after them an undecided M is inconclusive.",
+        "Most blocks at one M, each one repeat per side. If they do not decide, the M is inconclusive.",
         formerly="max_repeats",
         minimum=1,
     )
-    warmups: int = option(1, "Shorter repeats of each side at each M before its first block.", minimum=0)
+    warmups: int = option(
+        1, "Shorter repeats per side at each M that warm up before its first block.", minimum=0
+    )
     seed: int = option(
         0,
-        "Fresh in every run unless given. Every repeat draws its own prompts from it, alike on both sides.",
+        "Seed of the prompts. Every repeat draws new ones, the same for both sides.",
         unless_given="a fresh number, which the verdict records",
     )
     decoding_apart: bool = False
@@ -115,7 +117,7 @@ class Bounds:
 
     throughput_floor: float = option(
         0.93,
-        "Least output throughput, artifact over baseline, at every M.",
+        "Least output throughput at every M, as a share of the baseline's.",
         name="floor",
         above=0,
         unless_given="the recipe's, or 0.93",
@@ -152,7 +154,7 @@ class Bounds:
     """Least share of an answer's tokens that are distinct, artifact over baseline."""
     max_first_rival_m: float = option(
         4.0,
-        "The M from which on the artifact must be faster than the rival, where there is one.",
+        "The least M at which the artifact must be faster than the rival, if there is one.",
         name="rival_from_m",
         minimum=1,
         unless_given="the recipe's, or 4",

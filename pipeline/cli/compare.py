@@ -20,7 +20,7 @@ from ...serving_check.settings import QUALITY_TOKENS
     type=click.IntRange(min=2),
     default=QUALITY_TOKENS,
     show_default=True,
-    help="Held-out tokens to measure quality on, at most.",
+    help="Most held-out tokens to measure quality on.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(

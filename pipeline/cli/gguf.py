@@ -13,7 +13,7 @@ import click
     metavar="KIND",
     default="bf16",
     show_default=True,
-    help="What matrices are written as, but for those in IQ2_XXS: bf16, or q8_0.",
+    help="Type of the matrices that are not IQ2_XXS: bf16 or q8_0.",
 )
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of MODEL, if it is a Hub id.")
 def command(model: str, out: Path, matrices: str, revision: str | None) -> None:

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 @options_from(QuantizeOptions)
 @options_from(EngineOptions, only=["device"])
 @click.option(
-    "--devices", metavar="N,N,...|all", help="GPUs by number, or all: one process each, which share the work."
+    "--devices",
+    metavar="N,N,...|all",
+    help="GPUs by number, or all: one process on each, which share the work.",
 )
 @options_from(BudgetOptions)
-@click.option("--dry-run", is_flag=True, help="Say sizes, memory and time, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show sizes, memory and time; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
 def command(
@@ -93,7 +95,7 @@ def _first_device(context: click.Context, device: str | None, devices: str, dry_
     from ..quantization.shards.launch import devices_of, run_on
 
     if device not in (None, AUTO):
-        raise UserError("--devices and --device both say where it runs; leave one of them out")
+        raise UserError("--devices and --device both name a device; leave one of them out")
     chosen = devices_of(devices)
     if len(chosen) > 1 and not dry_run:
         context.exit(run_on(chosen, _words(context)))

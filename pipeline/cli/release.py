@@ -25,11 +25,17 @@ from .quantize import estimate_lines, formats_in
 @click.argument("model")
 @recipe_option
 @click.option("--to", required=True, metavar="ORG/NAME|folder:DIR", help="A Hub repository, or a folder.")
-@click.option("--work", default="scalegate-work", show_default=True, metavar="DIR", help="Where to work.")
+@click.option(
+    "--work",
+    default="scalegate-work",
+    show_default=True,
+    metavar="DIR",
+    help="Folder for intermediate files.",
+)
 @options_from(QuantizeOptions, ValidateOptions, WorkloadSettings, Bounds)
 @options_from(EngineOptions, Placement, sized=SIZED)
 @options_from(PublishOptions)
-@click.option("--dry-run", is_flag=True, help="Say what would be made, measured and published; do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be made, measured and published; do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print stages, verdict and push as JSON.")
 @click.pass_context
 def command(
@@ -42,10 +48,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Quantize MODEL, lay it out, prove that it scales, and publish it.
+    """Quantize MODEL, choose its layouts, prove that it scales, and publish it.
 
     If it is interrupted, run the same command again: it continues from what is in the work folder. Nothing
-    is published unless the gate passes. With --devices, each GPU named quantizes a share of the weights.
+    is published unless the gate passes. With --devices, each of these GPUs quantizes a share of the weights.
 
     Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 70 a fault of
     Scalegate or the machine, 130 interrupted.

@@ -6,10 +6,13 @@ import click
 @click.command("sign")
 @click.argument("artifact")
 @click.option(
-    "--key", required=True, metavar="FILE", help="SSH key to sign with. For a public key, ssh-agent signs."
+    "--key",
+    required=True,
+    metavar="FILE",
+    help="SSH key to sign with. If it is a public key, ssh-agent signs.",
 )
 def command(artifact: str, key: str) -> None:
-    """Sign the verdict in ARTIFACT with an SSH key, so that others can tell who gave it.
+    """Sign the verdict in ARTIFACT with an SSH key, so that others can tell who made it.
 
     The signature covers the verdict, and through its digests every other file of the release.
 

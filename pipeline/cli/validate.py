@@ -27,11 +27,11 @@ def command(context: click.Context, artifact: str, as_json: bool, **options: Any
     """Serve ARTIFACT beside its baseline at every M, check it, and give a verdict.
 
     ARTIFACT is a folder or a Hub id, quantized by Scalegate, compressed-tensors, ModelOpt or torchao, or not
-    quantized at all. If Scalegate made it, the verdict is written into it (serving_check.json and
+    quantized at all. If Scalegate made it, the verdict is written into its folder (serving_check.json and
     serving_check/). --report writes the verdict into another folder.
 
-    Both servers get the engine's options, from --device on. Use --layout, --kv-cache-dtype and
-    --batch-invariance to try something on ARTIFACT alone; its own verdict then stays as it was. Servers that
+    The engine's options, from --device on, apply to both servers. --layout, --kv-cache-dtype and
+    --batch-invariance apply to ARTIFACT alone, and its own verdict then stays as it was. Servers that
     do not fit on the GPU together take turns. To give each server GPUs of its own, name twice as many in
     --devices as one server needs.
 

@@ -34,7 +34,7 @@ class QuantizeOptions:
         metavar="TEXT",
         unless_given="the recipe's",
     )
-    overwrite: bool = option(False, "Start over if the folder holds another or an older job.")
+    overwrite: bool = option(False, "Start over if the folder holds another job or an older one.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -45,11 +45,11 @@ class BudgetOptions:
     """How large an artifact may be, or how far from its source. Both choose a format for each layer."""
 
     target_bits: float | None = option(
-        None, "Mix INT4 and INT8 per layer to average so many bits per weight.", metavar="BITS", above=0
+        None, "Mix INT4 and INT8 per layer to average BITS per weight.", metavar="BITS", above=0
     )
     max_kl: float | None = option(
         None,
-        "Mix them for the fewest bits that keep the divergence from the source, in nats, to this.",
+        "Mix INT4 and INT8 per layer to use the fewest bits at a KL divergence from MODEL of at most NATS.",
         metavar="NATS",
         above=0,
     )

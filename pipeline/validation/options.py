@@ -58,14 +58,20 @@ class ValidateOptions:
         None, "Branch, tag or commit of the baseline, if it is a Hub id.", metavar="REV"
     )
     engine: str = option(
-        DEFAULT_ENGINE, "What serves the models; URL is that of a running server.", suggestions=_engines
+        DEFAULT_ENGINE,
+        "The engine that serves the models, or the URL of a running server.",
+        suggestions=_engines,
     )
     baseline_engine: str | None = option(
-        None, "What serves the baseline.", suggestions=_engines, unless_given="as --engine"
+        None,
+        "The engine that serves the baseline, or a URL.",
+        suggestions=_engines,
+        unless_given="as --engine",
     )
     text: Path | None = option(  # noqa: RUF009
         None,
-        "Held-out text to measure besides Scalegate's own: plain, or .jsonl with a `text` on each line.",
+        "Held-out text to measure in addition to Scalegate's own: plain, or .jsonl with a `text` on each "
+        "line.",
         metavar="FILE",
     )
     quality_tokens: int = option(
@@ -73,12 +79,14 @@ class ValidateOptions:
     )
     also_load: str = option(
         TRANSFORMERS,
-        "Another reader, whose predictions of 256 tokens must be ours; URL is that of its server.",
+        "Another engine that must load the artifact and predict 256 tokens as Scalegate does, or a "
+        "server's URL.",
         suggestions=_other_readers,
     )
     rival: str | None = option(
         None,
-        "What the artifact must be faster than: a checkpoint; `release` also takes a recipe and makes it.",
+        "A checkpoint that the artifact must be faster than; `release` also takes a recipe and makes one "
+        "by it.",
         metavar="MODEL",
         unless_given="the one that the recipe names, if any",
     )
@@ -87,7 +95,7 @@ class ValidateOptions:
     )
     tasks: str | None = option(
         None,
-        "lm-eval's tasks or task files, separated by commas; the verdict gets both servers' scores.",
+        "Tasks or task files of lm-eval, separated by commas; the verdict records both servers' scores.",
         formerly="eval",
         metavar="TASK,TASK,...",
     )

@@ -45,7 +45,7 @@ class EngineOptions:
     device: str = option(AUTO, "auto, cpu, cuda or cuda:N.")
     dtype: str = option(
         AUTO,
-        "Of activations and unquantized weights; auto is the checkpoint's own.",
+        "Type of activations and unquantized weights; auto is the checkpoint's own.",
         choices=lambda: DTYPES,
     )
     layout: str | None = option(
@@ -53,8 +53,8 @@ class EngineOptions:
     )
     batch_invariance: BatchInvariance = option(  # noqa: RUF009
         TUNED,
-        "What a request's bits may depend on: its batch (tuned, the fastest), its own tokens and how its "
-        "prompt was cut (pin), or its own tokens alone (per-token).",
+        "What the bits of a request may depend on: its batch (tuned, the fastest), its own tokens and which "
+        "of them were decoded (pin), or its own tokens alone (per-token).",
         choices=lambda: INVARIANCE_MODES,
     )
     max_num_seqs: int = option(128, "The most requests that decode together.", minimum=1)
@@ -78,7 +78,7 @@ class EngineOptions:
     )
     chunk_while_decoding: int | None = option(
         None,
-        "Prompt tokens prefilled in a step that also decodes; by default as --prefill-chunk says.",
+        "Prompt tokens prefilled in a step that also decodes; by default see --prefill-chunk.",
         minimum=1,
     )
     decode_buckets: tuple[int, ...] | None = option(
@@ -87,10 +87,11 @@ class EngineOptions:
     compiled: bool = option(
         True, "On a GPU: fuse small operations, and the products of layers that share an input."
     )
-    overlapped: bool = option(True, "On a GPU: launch a step while the host handles the one before.")
+    overlapped: bool = option(True, "On a GPU: launch a step while the host handles the previous one.")
     jit_monitor: Mode = option(  # noqa: RUF009
         "warn",
-        "When something compiles after warm-up: log and count it, or end the server.",
+        "If something compiles after warm-up: off ignores it, warn logs and counts it, error ends the "
+        "server.",
         choices=lambda: get_args(Mode),
     )
 
