@@ -119,7 +119,7 @@ def test_what_is_not_ours_is_not_claimed_of_it(verdict: dict):
 def test_an_option_that_it_has_not_is_refused(example_checkpoint: Path):
     words = [example_checkpoint, "--baseline", example_checkpoint, "--engine", "toy", "--page-size", 16]
     result = pipeline("validate", *words)
-    assert result.returncode == 2 and "--page-size does not reach an engine 'toy'" in result.stderr
+    assert result.returncode == 2 and "--page-size does not apply to the engine 'toy'" in result.stderr
 
 
 def test_doctor_and_help_know_it():

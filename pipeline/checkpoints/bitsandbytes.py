@@ -103,7 +103,7 @@ def _eight_bits(
     name = f"{module}.weight"
     codes = tensors.get(name)
     if codes is None or codes.dtype != torch.int8 or scales.shape != codes.shape[:1]:
-        raise UserError(f"{source}: {scales.name} has no int8 {name} of as many rows")
+        raise UserError(f"{source}: {scales.name} needs an int8 tensor {name} with as many rows")
 
     def decode(start: int, stop: int) -> Tensor:
         rows = codes.read_rows(start, stop).float()

@@ -205,7 +205,7 @@ def _refuse_adapter(folder: Path) -> None:
     weights = [path.name for path in folder.glob("*.safetensors")]
     if (folder / ADAPTER_CONFIG).is_file() and all(name.startswith("adapter_") for name in weights):
         raise UserError(
-            f"{folder} is a LoRA adapter, which changes a model and is none: merge it into its base first "
+            f"{folder} is a LoRA adapter, not a whole model: merge it into its base model first "
             "(peft: `merge_and_unload`, then `save_pretrained`), and give that folder"
         )
 

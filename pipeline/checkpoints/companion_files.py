@@ -81,8 +81,8 @@ def refuse_strangers(folder: Path, names: Iterable[str], recipe_files: object) -
     if strange:
         shown = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         raise UserError(
-            f"{folder / MANIFEST_NAME} names {shown}: {NOT_PUBLISHED.split(';')[0]}. Quantize again, "
-            "which leaves them out, or by a recipe whose `files` names them"
+            f"{folder / MANIFEST_NAME} names {shown}: {NOT_PUBLISHED.split(';')[0]}. Quantize again; to "
+            "publish these files, name them under `files` in the recipe"
         )
 
 

@@ -123,7 +123,7 @@ def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -
     if scale.shape != expected:
         raise UserError(
             f"{checkpoint.source}: {scale.name} has shape {list(scale.shape)}; for {info.name} "
-            f"{list(info.shape)} it has to be one number, one a row, or {list(expected)} "
+            f"{list(info.shape)} it must be one number, one number per row, or {list(expected)} "
             f"(blocks of {list(block)})"
         )
     return block[0], block[1]

@@ -45,7 +45,7 @@ def decoded_awq(
     _bits(source, config, (4,))
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise UserError(f"{source}: AWQ of version {version!r} is not read; `gemm` is")
+        raise UserError(f"{source}: Scalegate reads AWQ of version `gemm`, not {version!r}")
     made = {}
     for name, qweight in tensors.items():
         if name.endswith(QWEIGHT):
@@ -59,7 +59,7 @@ def _bits(source: str, config: Mapping[str, Any], known: tuple[int, ...]) -> int
     bits = config.get("bits", config.get("w_bit"))
     if bits not in known:
         method, listed = config.get("quant_method"), " or ".join(map(str, known))
-        raise UserError(f"{source}: {method} with {bits!r} bits is not read; {listed} are")
+        raise UserError(f"{source}: Scalegate reads {method} with {listed} bits, not {bits!r}")
     return bits
 
 
@@ -83,7 +83,7 @@ class _Module:
             )
         if any(len(info.shape) != 2 for info in (qweight, qzeros, scales)):
             raise UserError(
-                f"{source}: {name}{QWEIGHT} has shape {list(qweight.shape)}; it takes two dimensions"
+                f"{source}: {name}{QWEIGHT} has shape {list(qweight.shape)}; it must have two dimensions"
             )
         return cls(name, qweight, qzeros, scales, tensors.get(f"{name}.g_idx"))
 

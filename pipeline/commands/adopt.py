@@ -63,7 +63,8 @@ def adopt(
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(
-            f"{source.source} has no {unknown[0]}{more} of that shape; is it the baseline of {folder}?"
+            f"{unknown[0]}{more} of {folder} is not in {source.source}, or has another shape there; give the "
+            "checkpoint that it was quantized from with --baseline"
         )
     kv_cache = kv_cache_of(ours).kv_format
     artifact = Artifact(

@@ -127,7 +127,7 @@ def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int]
     """As asked, or the device's own up to the model's. UserError where one is asked for beyond that."""
     wanted = asked or (CUDA_CONTEXTS if device.type == "cuda" else CONTEXTS)
     if min(wanted) < 1:
-        raise UserError(f"--contexts {min(wanted)}: a context is a number of tokens, so 1 or more")
+        raise UserError(f"--contexts {min(wanted)}: a context is a number of tokens; give 1 or more")
     longest = max(wanted) if checkpoint.context is None else checkpoint.context
     if asked and max(asked) > longest:
         raise UserError(

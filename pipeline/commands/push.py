@@ -125,7 +125,7 @@ def target_folder(to: str) -> Path | None:
         return None
     name = to.removeprefix(FOLDER_PREFIX)
     if not name:
-        raise UserError("folder: wants a name, as in --to folder:release/my-model")
+        raise UserError("folder: needs a name, as in --to folder:release/my-model")
     if not name.isprintable():
         raise UserError(f"{to!a} holds characters that cannot be printed; give another folder")
     directory = Path(name).expanduser().resolve()

@@ -128,15 +128,14 @@ def _refuse_trials(given: Mapping[str, Any], engine: EngineOptions, recipe: Reci
     """UserError for what only `validate` tries: another KV format or batch invariance than the recipe's."""
     if engine.kv_cache_dtype != AUTO:
         raise UserError(
-            f"{flag('kv_cache_dtype')} tries a KV format out, and a release is served with the one that its "
-            "checkpoint declares; leave it out, or try it with `pipeline validate`"
+            f"{flag('kv_cache_dtype')} tries a KV format out, but a release is served in the format that its "
+            "checkpoint declares; leave the option out, or try the format with `pipeline validate`"
         )
     claim, asked = recipe.batch_invariance, given.get("batch_invariance")
     if asked is not None and asked != claim:
         raise UserError(
-            f"{flag('batch_invariance')} {asked} is not what the recipe claims, {claim}, and a release is "
-            f"served as its recipe says; write `batch_invariance: {asked}` there, or try it with "
-            "`pipeline validate`"
+            f"{flag('batch_invariance')} {asked} contradicts the recipe, which says {claim}; write "
+            f"`batch_invariance: {asked}` in the recipe, or try it with `pipeline validate`"
         )
 
 
@@ -144,6 +143,6 @@ def _refuse_revision_of_recipe(validation: ValidateOptions, recipe: Recipe) -> N
     rival = validation.rival or recipe.rival
     if validation.rival_revision is not None and (not rival or is_recipe(rival)):
         raise UserError(
-            f"{flag('rival_revision')} {validation.rival_revision} is of a rival on the Hub, and "
+            f"{flag('rival_revision')} {validation.rival_revision} needs a rival on the Hub, but "
             f"{f'{rival} is a recipe' if rival else 'no rival is named'}; name a Hub id with {flag('rival')}"
         )

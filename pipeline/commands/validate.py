@@ -69,7 +69,7 @@ def validate(
     if run.asked.sign is not None:
         require_key(run.asked.sign)
         if not places:
-            raise UserError("nothing is written here that could be signed; name a folder with --report")
+            raise UserError("this run writes no verdict that could be signed; name a folder with --report")
     say_exploratory(run)
     return write_down(measure_and_judge(run), places, run.asked.sign)
 
@@ -93,7 +93,9 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
     baseline = open_baseline(checkpoint, asked.baseline, asked.baseline_revision)
     rival = open_rival(checkpoint, manifest, asked.rival, asked.rival_revision)
     if rival is not None and not engine_named(asked.engine).starts:
-        raise UserError(f"a rival is served by the artifact's engine, and {asked.engine} is running already")
+        raise UserError(
+            f"a rival needs an engine that Scalegate starts, not the running server {asked.engine}"
+        )
     for each in (checkpoint, baseline, *([] if rival is None else [rival])):
         refuse_contradictions(each)
     context = _shortest_context([checkpoint, baseline, *([] if rival is None else [rival])], workload)

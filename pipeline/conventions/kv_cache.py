@@ -53,8 +53,8 @@ def declared_kv_format(checkpoint: Checkpoint) -> str:
     recorded = checkpoint.manifest.kv_cache
     if in_config not in (UNQUANTIZED, recorded):
         raise UserError(
-            f"{checkpoint.source}: config.json declares a KV cache of {in_config}, {MANIFEST_NAME} one of "
-            f"{recorded}; quantize again"
+            f"{checkpoint.source}: config.json declares the KV format {in_config}, but {MANIFEST_NAME} "
+            f"declares {recorded}; quantize again"
         )
     return recorded
 

@@ -101,8 +101,9 @@ class ModelOpt:
         rounds = {isinstance(spec, NVFP4) and spec.activations for spec in specs.values()}
         if len(rounds) > 1:
             raise UserError(
-                "ModelOpt's form has one algorithm for a checkpoint, and this recipe rounds the inputs of "
-                f"some layers only; {INSTEAD}"
+                "a ModelOpt checkpoint has one algorithm for all layers, but this recipe quantizes the "
+                "inputs "
+                f"of some layers only; {INSTEAD}"
             )
         if not rounds:
             # Keys and values alone: `kv_cache` says how.

@@ -74,7 +74,7 @@ def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
         return Int4(**parameters)
     except ValueError as error:
         raise UserError(
-            f"{checkpoint.source}: {module} is stored in INT4 that is not read: {error}"
+            f"{checkpoint.source}: {module} is stored in a form of INT4 that Scalegate does not read: {error}"
         ) from error
 
 

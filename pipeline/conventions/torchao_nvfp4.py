@@ -66,7 +66,7 @@ def _nvfp4(checkpoint: Checkpoint, module: str, data: Mapping[str, Any]) -> Stor
     if data.get("act_quant_kwargs") is not None:
         raise UserError(
             f"{checkpoint.source}: {module} quantizes its activations as well (act_quant_kwargs); "
-            f"of torchao's NVFP4, Scalegate reads what NVFP4WeightOnlyConfig makes"
+            "Scalegate reads torchao's NVFP4 only as NVFP4WeightOnlyConfig makes it"
         )
     swizzled = bool(data.get("is_swizzled_scales"))
     expected = swizzled_shape(n, k) if swizzled else (n, k // GROUP_SIZE)

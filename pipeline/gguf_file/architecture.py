@@ -60,7 +60,7 @@ class Architecture:
             )
         missing = [name for name in REQUIRED_FIELDS if not isinstance(config.get(name), int | float)]
         if missing:
-            raise UserError(f"{source}: config.json has no number {missing[0]!r}, which GGUF wants")
+            raise UserError(f"{source}: config.json has no number {missing[0]!r}, which GGUF needs")
         rope = _rope(config)
         kind = _rope_type(rope)
         if kind not in ROPES:
@@ -87,7 +87,7 @@ class Architecture:
         names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise UserError(f"{self.source}: GGUF has no name in {self.name} models for the tensor {name}")
+            raise UserError(f"{self.source}: GGUF has no name for the tensor {name} of {self.name} models")
         return found
 
     def row_order(self, name: str) -> Tensor | None:

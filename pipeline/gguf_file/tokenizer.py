@@ -27,9 +27,8 @@ def write_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int)
     if model.get("type") != "BPE" or cut is None:
         kind = model.get("type")
         raise UserError(
-            f"{checkpoint.source}: its tokenizer ({kind}) is no byte-level BPE that cuts text in a way "
-            "llama.cpp has a name for, and a GGUF file without one is of no use; convert it with llama.cpp's "
-            "convert_hf_to_gguf.py"
+            f"{checkpoint.source}: its tokenizer ({kind}) is no byte-level BPE with a pre-tokenizer that "
+            "llama.cpp knows; convert the model with llama.cpp's convert_hf_to_gguf.py"
         )
     tokens = {index: text for text, index in model["vocab"].items()}
     types = dict.fromkeys(tokens, TokenType.NORMAL)

@@ -135,7 +135,9 @@ def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGU
         if name in parts or NO_WEIGHT.search(name):
             continue
         if info.dtype not in TYPES:
-            raise UserError(f"{checkpoint.source}: {name} is {info.dtype}, which GGUF is not written from")
+            raise UserError(
+                f"{checkpoint.source}: {name} has dtype {info.dtype}, which cannot be written as GGUF"
+            )
         dtype = info.dtype if len(info.shape) > 1 else torch.float32
         byte_shape = (*info.shape[:-1], info.shape[-1] * dtype.itemsize)
 

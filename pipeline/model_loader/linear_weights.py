@@ -226,7 +226,9 @@ def _fused_experts(
         single, interleaved = [GATE, UP], order == INTERLEAVED
     single = single or [leaf]
     if n % len(single):
-        raise UserError(f"{checkpoint.source}: {name} has {n} rows, which {len(single)} projections share")
+        raise UserError(
+            f"{checkpoint.source}: {name} has {n} rows, which {len(single)} projections cannot share evenly"
+        )
     size, step = n // len(single), len(single) if interleaved else 1
     rows = [(i, n) if interleaved else (i * size, (i + 1) * size) for i in range(len(single))]
     return [

@@ -182,8 +182,8 @@ def _experts_products(
         return [ExpertsProduct(module, parameter, together, top_k, interleaved=interleaved)]
     if interleaved:
         raise UserError(
-            f"{checkpoint.source}: the rows of {experts[0][0]} and {experts[0][1]} take turns in "
-            f"{module}.{parameter}, and their formats or shared scales differ; give them one format"
+            f"{checkpoint.source}: {module}.{parameter} interleaves the rows of {experts[0][0]} and "
+            f"{experts[0][1]}, but their formats or shared scales differ; give them one format"
         )
     count = len(experts[0])
     return [

@@ -15,6 +15,6 @@ def refuse_unknown_tokens(ids: Tensor, tokenizer: Any, checkpoint: Checkpoint) -
     largest = int(ids.max()) if ids.numel() else 0
     if largest >= size:
         raise UserError(
-            f"the tokenizer of {len(tokenizer)} tokens is not that of {checkpoint.source}, which knows "
-            f"{size}: the text has token {largest}; put the model's own tokenizer beside its weights"
+            f"the tokenizer has {len(tokenizer)} tokens, and the model {checkpoint.source} only {size}: "
+            f"it does not know token {largest} of the text; put the model's own tokenizer beside its weights"
         )

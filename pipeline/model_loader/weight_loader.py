@@ -210,8 +210,8 @@ class WeightLoader:
 
     def _no_linear(self, name: str) -> UserError:
         return UserError(
-            f"{self.checkpoint.source}: {name} quantizes its input as well, which Scalegate does for "
-            f"linear layers and experts only, and {type(self.model).__name__} makes something else of it"
+            f"{self.checkpoint.source}: {name} quantizes its input too. Scalegate supports that for linear "
+            f"layers and experts only, and in {type(self.model).__name__} it is neither"
         )
 
     def _read_quantized(self, name: str) -> Weight:

@@ -38,7 +38,7 @@ def open_rival(
     ours, theirs = _sizes(artifact), _sizes(rival)
     if different := [name for name in ALIKE if ours[name] != theirs[name]]:
         listed = ", ".join(f"{name} {theirs[name]}, not {ours[name]}" for name in different)
-        raise UserError(f"the rival, {rival.source}, is of another model: {listed}")
+        raise UserError(f"the rival, {rival.source}, is another model: {listed}")
     return rival
 
 

@@ -115,8 +115,8 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: in
         advice = f"--output-len {output_len}" if fits else "shorter prompts (--input-len)"
         raise UserError(
             f"prefill of {max(workload.ms)} prompts of {workload.input_len} tokens takes "
-            f"{-(-prompts // chunk)} steps, and an answer of {workload.output_len} tokens as many as it has "
-            "tokens: the first requests would end before the last are decoded, and M would not be reached. "
+            f"{-(-prompts // chunk)} steps, and answers have only {workload.output_len} tokens: the first "
+            "requests would end before the last begin to decode, so M would not be reached. "
             f"Give {advice}, or fewer requests at once (--m)"
         )
     if chunk == usual[1]:
@@ -146,15 +146,17 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
         if value in (None, AUTO) or name in reached | IN_PROCESS:
             continue
         if ours.starts:
-            raise UserError(f"{flag(name)} does not reach an engine {engine!r}; leave it out")
-        raise UserError(f"{engine} is running already; {flag(name)} is for it to be started with")
+            raise UserError(f"{flag(name)} does not apply to the engine {engine!r}; leave it out")
+        raise UserError(
+            f"{flag(name)} applies only to a server that Scalegate starts, and {engine} is running already"
+        )
     for word, other in ((engine, theirs), (baseline_engine, ours)):
         asked = {name for name in GPUS_OF_A_SERVER if given.get(name) not in (None, 1)}
         alone = list(asked - engine_named(word).options)
         if alone and engine_named(word).starts and other.options.issuperset(alone):
             raise UserError(
-                f"{flag(alone[0])} does not reach an engine {word!r}, whose server would run on fewer GPUs "
-                "than the other side's; give both sides an engine that takes it"
+                f"{flag(alone[0])} does not apply to the engine {word!r}, so its server would run on fewer "
+                "GPUs than the other side's; give both sides an engine that has this option"
             )
 
 
@@ -164,9 +166,9 @@ def placed(asked: str, placement: Placement) -> str:
     if placement.devices is None:
         return device
     if device != "cuda" and asked == AUTO:
-        raise UserError("--devices names GPUs, and this torch sees none")
+        raise UserError("--devices names GPUs, but this torch sees none")
     if device != "cuda":
-        raise UserError(f"--devices and --device {asked} both say where it runs; leave one of them out")
+        raise UserError(f"--devices and --device {asked} both name a device; leave one of them out")
     return f"cuda:{placement.devices[0]}"
 
 
@@ -195,8 +197,8 @@ def sides_of(
     if len(set(kinds.values())) > 1:
         named = ", ".join(f"{gpu}: {kind}" for gpu, kind in sorted(kinds.items()))
         raise UserError(
-            f"the servers would run on GPUs of several kinds ({named}), and whatever differs between those "
-            "would count as the models'; name GPUs of one kind with --devices"
+            f"the servers would run on GPUs of different kinds ({named}), whose difference would count as "
+            "a difference between the models; name GPUs of one kind with --devices"
         )
     return [
         Side(*each, devices=group if engine_named(each[1]).starts else ())

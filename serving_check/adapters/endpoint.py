@@ -116,7 +116,7 @@ def first_model(base_url: str, api_key: str | None = None) -> str:
     except ValueError as error:
         if isinstance(error, json.JSONDecodeError):
             raise UserError(
-                f"{base_url}/v1/models did not answer JSON: not an OpenAI-style server"
+                f"{base_url}/v1/models did not answer with JSON; give the URL of an OpenAI-style server"
             ) from error
         raise UserError(f"{base_url!r} is not a URL ({error}); give one like http://HOST:PORT") from error
     except (KeyError, IndexError, TypeError) as error:

@@ -18,7 +18,7 @@ def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
     """UserError where both endpoints are one port of one machine, under whatever name."""
     if _addresses(artifact.base_url) & _addresses(baseline.base_url):
         raise UserError(
-            f"{artifact.base_url} and {baseline.base_url} are one server; "
+            f"{artifact.base_url} and {baseline.base_url} are the same server; "
             "give the artifact and its baseline a server each"
         )
 
@@ -32,8 +32,8 @@ def refuse_shared_counter(
     if first is None or last is None or not tokens or last - first < SAME * tokens:
         return
     raise UserError(
-        f"the artifact's server at {artifact.base_url} generated {last - first:.0f} tokens while only the "
-        f"baseline's was asked, for {tokens}: one server is behind both URLs, or others use it; "
+        f"the artifact's server at {artifact.base_url} generated {last - first:.0f} tokens while only "
+        f"the baseline's was asked, for {tokens}: one server is behind both URLs, or others use it; "
         "give each side a server of its own"
     )
 

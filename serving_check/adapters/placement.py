@@ -41,15 +41,15 @@ class Placement:
         minimum=0,
         count=gpus_here,
     )
-    tensor_parallel_size: int = option(1, "GPUs that share every layer, on engines that can.", minimum=1)
+    tensor_parallel_size: int = option(1, "GPUs that split every layer, if the engine can do so.", minimum=1)
     pipeline_parallel_size: int = option(
-        1, "GPUs that hold one part of the layers each, on engines that can.", minimum=1
+        1, "GPUs that each hold some of the layers, if the engine can do so.", minimum=1
     )
     engine_args: str | None = option(
-        None, "More words for the engine's own command, quoted as one, as a shell would read them."
+        None, "More options for the engine's own command, all in one quoted string."
     )
     baseline_engine_args: str | None = option(
-        None, "The same for the baseline's server; default as --engine-args."
+        None, "--engine-args for the baseline's server.", unless_given="as --engine-args"
     )
     startup_timeout: int = option(1800, "Seconds that a server may take to start.", minimum=1)
 
@@ -58,7 +58,9 @@ class Placement:
         for side in ("artifact", BASELINE):
             for word in self.words(side):
                 if word in OWN_OPTIONS:
-                    raise UserError(f"{word} stands in words for the engine; give it as {OWN_OPTIONS[word]}")
+                    raise UserError(
+                        f"{word} is among the engine's own arguments; give {OWN_OPTIONS[word]} instead"
+                    )
 
     @property
     def gpus(self) -> int:
@@ -85,7 +87,9 @@ class Placement:
         try:
             words = shlex.split(text or "")
         except ValueError as error:
-            raise UserError(f"{given} {text!r} cannot be read as a shell would: {error}") from error
+            raise UserError(
+                f"{given} {text!r} cannot be split into words as a shell does it: {error}"
+            ) from error
         return [part for word in words for part in _option_and_value(word)]
 
     def groups(self, sides: int, first: int = 0) -> list[tuple[int, ...]]:
@@ -99,8 +103,8 @@ class Placement:
         if len(devices) == self.gpus * sides:
             return [devices[start : start + self.gpus] for start in range(0, len(devices), self.gpus)]
         raise UserError(
-            f"--devices names {len(devices)} GPUs; a server runs on {self.gpus}, so give {self.gpus} for all "
-            f"servers in common or {self.gpus * sides} for {sides} servers side by side"
+            f"--devices names {len(devices)} GPUs; a server runs on {self.gpus}, so name {self.gpus} "
+            f"GPUs that all servers share, or {self.gpus * sides} for {sides} servers side by side"
         )
 
     def for_servers(self, sides: int) -> "Placement":

@@ -88,7 +88,9 @@ class SamplingParams:
             _require_number("logit_bias", bias, -MOST_BIAS, MOST_BIAS)
         _require_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.grammar is not None and (self.min_tokens or not isinstance(self.grammar, str)):
-            raise UserError("grammar is a text, and its output may end before min_tokens; leave those out")
+            raise UserError(
+                "grammar must be a text, and cannot be combined with min_tokens; leave min_tokens out"
+            )
         if self.temperature < LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
 

@@ -45,7 +45,7 @@ class Slices:
                 self._begun.add(beginning)
                 return found
         raise UserError(
-            f"the text given has {len(self._text)} tokens, and too few different prompts of {length} tokens; "
+            f"the given text has {len(self._text)} tokens, too few for different prompts of {length} tokens; "
             "give a longer text"
         )
 
@@ -64,7 +64,7 @@ def _text_prompts(generator: random.Random, length: int, pool: tuple[int, ...]) 
     offsets = len(pool) - length + 1
     if offsets < 1:
         raise UserError(
-            f"prompts of {length} tokens were asked for and the text given has {len(pool)}; "
+            f"prompts need {length} tokens, and the given text has {len(pool)}; "
             "give a longer text or shorter prompts"
         )
     while True:

@@ -19,7 +19,7 @@ from scalegate.pipeline.cli.main import main as pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/**/*.md")
-SOURCES = ("base", "kernels", "layouts", "serving_check", "pipeline")
+SOURCES = ("base", "kernels", "layouts", "serving_check", "pipeline", "vllm_plugin")
 ERRORS = ("UserError",)
 LEAST_WORDS = 5
 Sentence = tuple[str, str]

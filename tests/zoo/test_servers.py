@@ -112,5 +112,5 @@ def test_the_baseline_in_the_artifacts_place_is_caught(zoo: Zoo, another_baselin
 
 
 def test_one_server_behind_both_urls_is_refused(zoo: Zoo):
-    with pytest.raises(UserError, match="are one server"):
+    with pytest.raises(UserError, match="are the same server"):
         zoo.judged(artifact=zoo.baseline)

@@ -36,12 +36,15 @@ class PackQuantizedInt8:
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         packed = PackedWords.of(checkpoint, module, group["weights"])
         if not packed.symmetric:
-            raise UserError(f"{checkpoint.source}: {module} is INT8 with zero points; {self.reads} is read")
+            raise UserError(
+                f"{checkpoint.source}: {module} is INT8 with zero points; Scalegate reads {self.reads}"
+            )
         try:
             spec = Int8(packed.group_size or WHOLE_ROW)
         except ValueError as error:
             raise UserError(
-                f"{checkpoint.source}: {module} is stored in INT8 that is not read: {error}"
+                f"{checkpoint.source}: {module} is stored in a form of INT8 that Scalegate does not read: "
+                f"{error}"
             ) from error
 
         def make(codes: Tensor, scale: Tensor) -> Int8Weight:

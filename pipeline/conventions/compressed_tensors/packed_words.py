@@ -123,7 +123,7 @@ class PackedWords:
                 shape = checkpoint.read(shape_name).tolist()
                 if shape != [self.n, self.k]:
                     raise UserError(
-                        f"{checkpoint.source}: {shape_name} says {shape}, {self.names[0]} holds "
+                        f"{checkpoint.source}: {shape_name} is {shape}, but {self.names[0]} holds "
                         f"{[self.n, self.k]}"
                     )
             scale = checkpoint.read(f"{self.module}.weight_scale")

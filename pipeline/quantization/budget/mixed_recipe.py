@@ -49,7 +49,9 @@ def require_choice(job: QuantizeJob) -> None:
 
 
 def nothing_to_choose(job: QuantizeJob) -> UserError:
-    return UserError(f"{job.checkpoint.source}: the recipe {job.recipe.name!r} leaves no layer to choose for")
+    return UserError(
+        f"{job.checkpoint.source}: the recipe {job.recipe.name!r} leaves no layer to choose a format for"
+    )
 
 
 def mixed_recipe(

@@ -73,8 +73,8 @@ def largest_keys_and_values(
     names = {module: name for name, module in model.named_modules() if module in seen}
     if len(names) != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise UserError(
-            f"{checkpoint.source}: the keys of {len(names)} layers only were seen while the model ran; store "
-            "them unscaled, with a recipe of your own: the same `kv_cache`, and no text to calibrate on"
+            f"{checkpoint.source}: keys were seen in only {len(names)} layers while the model ran, so scales "
+            "cannot be calibrated; write a recipe with the same `kv_cache` and without `calibration`"
         )
     return {_in_checkpoint(name, stream.assignments): seen[module] for module, name in names.items()}
 

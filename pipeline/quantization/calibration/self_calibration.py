@@ -64,8 +64,8 @@ def sample_sequences(
     if not kept.is_file():
         if not can_draw(checkpoint, device):
             raise UserError(
-                f"{checkpoint.source} does not fit into memory, so it cannot write a text to be calibrated "
-                "on; give one with --calibration: a file, or hub:OWNER/NAME"
+                f"{checkpoint.source} does not fit into memory, so it cannot generate a calibration text; "
+                "give one with --calibration: a file, or hub:OWNER/NAME"
             )
         instead = None if _writes_as_it_is(checkpoint, device) else rounded_weights(checkpoint, device)
         model = load_model(checkpoint, device=device, progress=progress, instead=instead).model

@@ -129,7 +129,7 @@ class CompiledLayers:
         name = type(forward.layer).__name__
         if self.batch_invariance != "tuned":
             raise UserError(
-                f"{name} cannot be compiled, so its bits would follow the batch: {reason}. "
+                f"{name} cannot be compiled, so its bits would depend on the batch: {reason}. "
                 "Leave --batch-invariance out"
             ) from error
         logger.warning(f"{name} is served uncompiled, and slower for it: {reason}")

@@ -111,7 +111,7 @@ def test_all_is_every_gpu_and_servers_take_as_many_as_they_can_use(monkeypatch: 
     assert Placement((0, 1, 2, 3), 2).for_servers(3).devices == (0, 1)
     assert Placement((3,), 2).for_servers(2).devices == (3,), "too few are for `groups` to refuse"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(UserError, match="--devices all: there are none here"):
+    with pytest.raises(UserError, match="--devices all: this machine has none"):
         parse(Placement, field, "all")
 
 

@@ -70,7 +70,10 @@ def int8_group(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: int8_group(c).update(symmetric=False), "is INT8 with zero points; symmetric INT8"),
+        (
+            lambda c: int8_group(c).update(symmetric=False),
+            "is INT8 with zero points; Scalegate reads symmetric INT8",
+        ),
         (lambda c: int8_group(c).update(group_size=48), "which group_size 48 does not divide"),
         (lambda c: int8_group(c).update(strategy="tensor"), "strategy 'tensor'"),
     ],
@@ -87,7 +90,9 @@ def test_int8_in_groups_that_it_does_not_have_is_named(foreign) -> None:
                 tensors[name] = scale.repeat_interleave(4, 1)
 
     folder = foreign("llmcompressor-int8", lambda c: int8_group(c).update(group_size=16), in_groups_of_16)
-    with pytest.raises(UserError, match="stored in INT8 that is not read: `group_size` is one of 32, 64"):
+    with pytest.raises(
+        UserError, match="form of INT8 that Scalegate does not read: `group_size` is one of 32, 64"
+    ):
         load_model(folder, progress=False)
 
 

@@ -196,7 +196,9 @@ def test_a_manifest_that_contradicts_the_config_is_refused(example_checkpoint: P
     folder, _ = made(example_checkpoint, tmp_path / "kv", KV_ONLY)
     manifest = json.loads((folder / "scalegate.json").read_text())
     (folder / "scalegate.json").write_text(json.dumps(manifest | {"kv_cache": "unquantized"}))
-    with pytest.raises(UserError, match=r"declares a KV cache of fp8, scalegate\.json one of unquantized"):
+    with pytest.raises(
+        UserError, match=r"declares the KV format fp8, but scalegate\.json declares unquantized"
+    ):
         kv_cache_of(open_checkpoint(folder))
 
 

@@ -98,7 +98,7 @@ def test_without_weights_to_choose_for_nothing_is_drawn(
     example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixed_recipe, "sample_sequences", None)
-    with pytest.raises(UserError, match="'kvarn-k4v2' leaves no layer to choose for"):
+    with pytest.raises(UserError, match="'kvarn-k4v2' leaves no layer to choose a format for"):
         quantize(example_checkpoint, "kvarn-k4v2", tmp_path / "o", target_bits=4.5, progress=False)
     assert not (tmp_path / "o").exists()
 
@@ -309,7 +309,7 @@ def test_the_folder_is_checked_and_held_before_anything_is_measured(
     with pytest.raises(UserError, match="did not write"):
         quantize(example_checkpoint, RECIPE, foreign, target_bits=4.5, overwrite=True, **options)
     assert not measured
-    with pytest.raises(UserError, match="leaves no layer to choose for"):
+    with pytest.raises(UserError, match="leaves no layer to choose a format for"):
         quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=4.5, **options)
     assert measured
 

@@ -234,7 +234,7 @@ def test_words_for_an_engine_are_read_as_a_shell_reads_them():
     placement = Placement(engine_args="--a 'b c'", baseline_engine_args="--d")
     assert placement.words("artifact") == ["--a", "b c"] and placement.words("baseline") == ["--d"]
     assert Placement(engine_args="--a").words("baseline") == ["--a"]
-    with pytest.raises(UserError, match="cannot be read as a shell would"):
+    with pytest.raises(UserError, match="cannot be split into words"):
         Placement(engine_args="--a 'b")
 
 

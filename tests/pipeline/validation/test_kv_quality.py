@@ -61,7 +61,7 @@ def test_vllm_is_started_with_the_format(
 
 
 def test_what_reaches_no_server_is_refused():
-    with pytest.raises(UserError, match="--page-size does not reach an engine 'vllm'"):
+    with pytest.raises(UserError, match="--page-size does not apply to the engine 'vllm'"):
         refuse_unreached({"page_size": 16}, "vllm", "vllm")
     refuse_unreached({"page_size": 16, "layout": "dequantize"}, "vllm", "embedded")
     one_gpu = {"tensor_parallel_size": 1, "pipeline_parallel_size": None}

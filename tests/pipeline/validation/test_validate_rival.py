@@ -73,7 +73,7 @@ def test_a_rival_that_cannot_be_compared_is_refused_by_name(fast_and_slow, tmp_p
         num_attention_heads=2, num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match="of another model: vocab_size 64"):
+    with pytest.raises(UserError, match="is another model: vocab_size 64"):
         validate(fast, rival=tmp_path / "other", progress=False)
 
 

@@ -169,13 +169,13 @@ def test_a_server_killed_in_its_turn_decides_nothing(
 
 
 def test_options_that_do_not_reach_an_engine_are_refused(artifact: Path):
-    with pytest.raises(UserError, match="whose server would run on fewer GPUs"):
+    with pytest.raises(UserError, match="its server would run on fewer GPUs"):
         validate(artifact, engine="vllm", baseline_engine="embedded", tensor_parallel_size=2, progress=False)
     with pytest.raises(UserError, match="this torch sees none"):
         validate(artifact, engine="vllm", devices=(0, 1), progress=False)
-    with pytest.raises(UserError, match="--tensor-parallel-size does not reach an engine 'embedded'"):
+    with pytest.raises(UserError, match="--tensor-parallel-size does not apply to the engine 'embedded'"):
         validate(artifact, tensor_parallel_size=2, progress=False)
-    with pytest.raises(UserError, match="--device cpu both say where"):
+    with pytest.raises(UserError, match="--device cpu both name a device"):
         validate(artifact, devices=(0, 1), device="cpu", progress=False)
     with pytest.raises(UserError, match="--engine-args does not reach"):
         validate(artifact, engine_args="--x 1", progress=False)

@@ -125,5 +125,5 @@ def test_a_grammar_without_the_library_or_a_tokenizer_is_refused_by_the_engine(m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install llguidance"):
         Grammars(None, 100).matcher("{}")
-    with pytest.raises(UserError, match="grammar is a text"):
+    with pytest.raises(UserError, match="grammar must be a text"):
         SamplingParams(grammar="{}", min_tokens=2)
