@@ -7,7 +7,9 @@ except ModuleNotFoundError as error:
         raise
 
     class ClickException(Exception):  # type: ignore[no-redef]
-        """Stands in where nothing reads a command line: the wheel of the kernels does not need click."""
+        """A substitute for click's exception where there is no command line: the wheel of the kernels does
+        not need click.
+        """
 
         def __init__(self, message: str):
             super().__init__(message)

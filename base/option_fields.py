@@ -1,4 +1,5 @@
-"""Options said once, as fields of a dataclass: type, default, help, legal values. All else is made from them.
+"""Options are defined once, as fields of a dataclass: type, default, help, legal values. Command lines,
+signatures and records are made from these fields.
 
 Not the options themselves (the engine's are in `serving_check/engine/options.py`, the workload's in
 `serving_check/settings.py`), nor the command line (`pipeline/cli/`).
@@ -105,7 +106,7 @@ def kind_of(cls: type, name: str) -> type:
 
 
 def check(cls: type, field: Field[Any], value: Any) -> Any:
-    """`value` as the option holds it. UserError saying what it must be, in place of anything else."""
+    """`value` as the option holds it. Raises UserError that says what the value must be."""
     if type(value) is type(field.default) and value == field.default:
         return value
     metadata, kind = field.metadata, kind_of(cls, field.name)
@@ -138,7 +139,7 @@ def check_options(options: object) -> None:
 
 
 def _as_kind(kind: type, value: Any, any_order: bool) -> Any:
-    """`value` in the type that stands for it: a list of numbers as a tuple, a path as text."""
+    """Converts `value` to the type that the field needs: a list of numbers to a tuple, a text to a path."""
     if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
         numbers = tuple(value)
         return tuple(sorted(numbers)) if any_order and all(type(n) is int for n in numbers) else numbers
@@ -152,7 +153,7 @@ def _as_kind(kind: type, value: Any, any_order: bool) -> Any:
 
 
 def parse(cls: type, field: Field[Any], text: str) -> Any:
-    """What a command line says, checked."""
+    """Converts a command line's text to the option's value and checks it."""
     kind, count = kind_of(cls, field.name), field.metadata["count"]
     if text == ALL and count is not None:
         if not (found := count()):
@@ -173,14 +174,14 @@ def given_of(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_given(cls: type[T], given: Mapping[str, Any]) -> T:
-    """The dataclass with those of its options that are given. None stands for not given."""
+    """An instance of the dataclass from the options that are given. None stands for not given."""
     return cls(**given_of(cls, given))
 
 
 def values_of(options: object, unlike: object = None) -> dict[str, Any]:
     """Every option of a dataclass by its name on a command line.
 
-    unlike: another of the class: only what it has otherwise
+    unlike: another instance of the class; only options that differ from it are shown
     """
     return {
         name_of(field): value
@@ -201,14 +202,14 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def text_of(value: Any) -> str:
-    """A value as a command line has it: `1,2,4` for a tuple, `4` for 4.0."""
+    """Formats a value as on a command line: `1,2,4` for a tuple, `4` for 4.0."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def help_of(field: Field[Any], is_sized: bool = False) -> str:
-    """What an option is, and its default.
+    """The help of an option, with its default.
 
     is_sized: the default is worked out from the workload
     """
@@ -221,11 +222,12 @@ def help_of(field: Field[Any], is_sized: bool = False) -> str:
 
 
 def takes(*classes: type, sized: Collection[str] = ()) -> Callable[[F], F]:
-    """For a function that ends in `**options`: it takes the classes' options, by name, and no others.
+    """A decorator for a function that ends in `**options`: it accepts the classes' options by name, and no
+    others.
 
     Its signature and docstring name them all. UserError for an unknown one, with a name that is like it.
 
-    sized: those that the function works out where they are not given
+    sized: options that the function computes if they are not given
     """
 
     def decorate(function: F) -> F:

@@ -20,7 +20,7 @@ LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt}, {elapsed} so far, {remai
 def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, **options: Any) -> tqdm:
     """A bar on stderr; `options` are tqdm's.
 
-    shown: whether to show it; None shows it on a terminal only. A quiet command shows none (`log.py`)
+    shown: whether to show it; None shows it on a terminal only. With `--quiet` there is no bar (`log.py`).
     """
     on_terminal = sys.stderr.isatty()
     kind = Bar if on_terminal else ProgressLines

@@ -8,7 +8,7 @@
 | `tma_store`      | `tma.async_copy_shared_to_global` | `tma.async_store`  | `tma.async_store` |
 | `WHOLE_VIEWS`    | no                                | yes                | no                |
 
-For `triton_imports.py` alone; empty where Triton is not installed.
+For `triton_imports.py` alone; empty if Triton is not installed.
 """
 
 import os

@@ -33,7 +33,7 @@ CONFIDENCE = 0.95
 class Document:
     text: str
     domain: str = ""
-    """The kind of text, such as `code`; empty where the file does not say."""
+    """The kind of text, such as `code`; empty if the file does not say."""
 
 
 def read_texts(path: Path) -> list[str]:

@@ -176,7 +176,7 @@ class Bounds:
 
 
 def checked_bound(name: str, value: object) -> float:
-    """`value` as a bound. UserError where it is no number that could be one."""
+    """`value` as a bound. UserError if it is no number that could be one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_BOUND:
         raise UserError(
             f"the bound {name} must be a number above 0 and below {LARGEST_BOUND:g}, not {value!r}"

@@ -76,7 +76,7 @@ def _append(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SCALES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens' keys and values of one kv head."""
+    """Keys and values of TOKENS tokens, for one kv head."""
     if PDL:
         # Launched while the kernel ahead still runs, and before anything is read.
         tl.extra.cuda.gdc_wait()

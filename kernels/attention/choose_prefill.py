@@ -1,12 +1,12 @@
-"""Prefill attention over paged keys and values: which of two kernels takes a step.
+"""Chooses the kernel for prefill attention over paged keys and values: there are two.
 
-`prefill.py`, in Triton, takes every step on every GPU; `hopper_prefill.py` is faster in large steps on
+`prefill.py`, in Triton, handles every step on every GPU; `hopper_prefill.py` is faster in large steps on
 Hopper. Their bits differ, so batch-invariant serving uses the first kernel for every step.
 
 A large step reads each eight-bit page many times, so it widens the page to 16 bits first, once
 (`widen_pages.py`). The Hopper kernel needs widened values, but reads stored e4m3 keys directly, with queries
 rounded to e4m3 (`e4m3_queries.py`). If the Hopper kernel does not compile with the installed Triton, the
-Triton kernel takes every step and a warning says so.
+Triton kernel handles every step and a warning says so.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ MOST_GROUPED = 128
 
 @dataclass(frozen=True)
 class Step:
-    """What the choice depends on.
+    """The inputs of the choice.
 
     tokens      in the step, padding and decoding requests counted
     group       query heads of a kv head
@@ -53,7 +53,7 @@ class Step:
 
 
 def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
-    """Whether the Hopper kernel takes the step on a GPU of that compute capability."""
+    """Whether the Hopper kernel should handle the step on a GPU of that compute capability."""
     queries, keys, values = step.dtypes
     return (
         capability[0] == 9
@@ -73,7 +73,9 @@ def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
 def hopper_runs(
     device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], head_dim: int
 ) -> bool:
-    """Whether the Hopper kernel attends over one token here; where it does not, it warns with the reason."""
+    """Runs the Hopper kernel on one token to see whether it compiles; if it does not, warns with the
+    reason.
+    """
     queries, keys, values = dtypes
     q = torch.zeros(1, 1, head_dim, dtype=queries, device=device)
     key_pages, value_pages = (

@@ -9,10 +9,10 @@ One query token per request. Not for prefill, and not for formats that pack more
     *_scale      None; fp32 [H_kv] for e4m3, one a head; fp32 [P, H_kv, page] for int8, one a token and head
     out          [B, H, D]            q's dtype
 
-A program takes one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so K
-and V are read and decoded once. Splits are counted from the start of the context, and their size depends on
+A program handles one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so
+K and V are read and decoded once. Splits are counted from the start of the context, and their size depends on
 that request's length alone. So a request's bits do not depend on who shares its batch (pegainfer #438). Short
-contexts are split finer, because there a program's time is the latency of one tile after another. Eight-bit
+contexts are split finer, because a program's time there is the latency of one tile after another. Eight-bit
 pages are not split finer: their programs need long runs of tiles to keep loads in flight. Scales are never
 applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
@@ -40,7 +40,7 @@ def decode_attention_reference(
     lengths: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """What the kernel computes, in fp64, one request at a time; shapes as in the docstring above."""
+    """Reference of the kernel in fp64, one request at a time; shapes as in the docstring above."""
     sinks, softcap = options.sinks, options.softcap
     batch, heads, head_dim = q.shape
     kv_heads = key_pages.shape[1]
@@ -108,7 +108,7 @@ def _split_tokens(length, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_only_split(length, first_token, split_tokens, SINKS: tl.constexpr):
-    """Whether nothing is to be merged; sinks always are."""
+    """Whether no merge is needed; with sinks, a merge is always needed."""
     return (length > 0) & ((length - 1) // split_tokens == first_token // split_tokens) & (not SINKS)
 
 
@@ -116,7 +116,7 @@ def _is_only_split(length, first_token, split_tokens, SINKS: tl.constexpr):
 def _pages_of(table_ptr, block, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The one or two pages that the tile at token `block` lies in; page 0 past the end.
 
-    Two scalars: loaded as a tensor they would be pipelined like keys and values, and take those's place.
+    Two scalars: a tensor load would be pipelined like keys and values, and take their buffers.
     """
     page = tl.load(table_ptr + block // PAGE, mask=block < end, other=0)
     second_page = page
@@ -130,7 +130,7 @@ def _slots(
     page, second_page, block, in_block, kv_head,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the tile's tokens lie, in rows of D."""
+    """Row offsets, in rows of D, of the tile's tokens."""
     slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE
     if BLOCK > PAGE:
         second = (second_page.to(tl.int64) * KV_HEADS + kv_head) * PAGE
@@ -139,7 +139,8 @@ def _slots(
 
 
 class Form(NamedTuple):
-    """What `_attend_splits` is compiled for. Triton files kernels under this tuple, and hashing it is cheap.
+    """Compile-time parameters of `_attend_splits`. Triton files kernels under this tuple, and hashing it is
+    cheap.
 
     dim: head_dim as a power of two; group: query heads of a kv head, likewise, 16 at least; split, block:
     tokens of a long context's split, and of keys at a time; fine: short contexts are split finer
@@ -170,11 +171,11 @@ def _attend_splits(
     partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of the splits this program takes: every `num_programs(0)`-th one; of an only
-    split, the result.
+    """Partial softmax sums of the splits that this program handles: every `num_programs(0)`-th one. If there
+    is only one split, the result.
 
-    Eight-bit pages come as int16 pairs of neighbouring d, and even and odd d are two products: the matrix
-    units want two *tokens* in a register, which the transposing load makes of 16-bit values, never of bytes.
+    Eight-bit pages are read as int16 pairs of neighbouring d, and even and odd d are separate products: the
+    matrix units need two *tokens* in a register, and the transposing load does that for 16-bit values only.
     """
     GROUP: tl.constexpr = FORM.group
     EIGHT_BIT: tl.constexpr = FORM.scales != 0
@@ -285,7 +286,7 @@ def add_splits(
 ):  # fmt: skip
     """acc [D], and the largest score and total of weights that it is under, further by splits first .. end.
 
-    Always in their order and in the same grouping. at: where the head's splits begin
+    The order and grouping are always the same. at: where the head's splits begin
     """
     dim = tl.arange(0, DIM)
     for some in range(first, end, SPLITS_AT_ONCE):
@@ -374,7 +375,7 @@ class DecodeWorkspace:
         device: torch.device | str,
         further_splits: int = 0,
     ) -> "DecodeWorkspace":
-        """further_splits: that a rule makes beside those of `_split_tokens`."""
+        """further_splits: splits that another rule adds to those of `_split_tokens`"""
         split_tokens = decode_split_tokens(max_context)
         splits = max(SHORT_SPLITS, triton.cdiv(max_context, split_tokens)) + further_splits
         partial = torch.empty(max_batch, heads, splits, head_dim, dtype=torch.float32, device=device)
@@ -389,14 +390,14 @@ class DecodeWorkspace:
 def decode_split_tokens(max_context: int) -> int:
     """Tokens in one split of a long context: from the longest that is admitted, never from the live batch.
 
-    Sixty-four splits at most keep the merge short; 256 tokens at least keep the partial sums under 6% of the
+    At most 64 splits keep the merge short; at least 256 tokens per split keep partial sums under 6% of the
     traffic at four query heads a group.
     """
     return max(256, triton.next_power_of_2(triton.cdiv(max_context, 64)))
 
 
 def split_size(length: int, max_context: int, tile: int, fine: bool = True) -> int:
-    """Tokens in a split of one context of `length` tokens, as the kernels cut it; of nobody else's context.
+    """Tokens in a split of a context of `length` tokens; other contexts do not matter.
 
     tile: tokens of keys a program takes at a time. fine: whether short contexts are cut finer, by one tile up
     to four tiles and two up to eight; not those of eight-bit pages
@@ -476,7 +477,8 @@ def merge_splits(
     fine: bool = True,
     is_rotated: bool = False,
 ) -> None:
-    """Launch the second kernel: `out` [B, H, D] from what the splits left in the workspace.
+    """Launch the second kernel: it merges the partial sums of the splits in the workspace into `out` [B, H,
+    D].
 
     block: tokens of the shortest split of a short context; fine: whether short contexts have such.
     is_rotated: the splits are of rotated values

@@ -4,7 +4,7 @@
     codes        float8_e4m3fn [T, H, D]   q * (448 / the largest magnitude of its head, or 1e-20)
     scale        fp32 [T, H]               that magnitude / 448, never zero; it belongs to the scores
 
-Not for keys and values: their scale is one a head and never changes.
+Not for keys and values: they have one fixed scale per head.
 """
 
 import torch
@@ -25,6 +25,6 @@ def e4m3_queries(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_queries(q: Tensor) -> Tensor:
-    """What the codes stand for, in q's dtype."""
+    """The values of the codes, in q's dtype."""
     codes, scale = e4m3_queries(q)
     return (codes.float() * scale.unsqueeze(-1)).to(q.dtype)

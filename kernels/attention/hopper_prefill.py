@@ -1,6 +1,6 @@
 """Prefill attention on Hopper over paged keys of 16 bits or e4m3, values of 16: TMA, wgmma, Gluon.
 
-What `prefill.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
+The attention of `prefill.py`, on FlashAttention-3's schedule (Shah et al., 2024):
 
     producer warp     TMA: blocks of keys and of values, a page at a time --> two rings in shared memory
                       (`hopper_prefill_loads.py`)
@@ -15,15 +15,15 @@ What `prefill.py` computes, on FlashAttention-3's schedule (Shah et al., 2024):
     block_table, tiles, out           as in `prefill.py`
     key_table    int32 [R, pages]     block_table of e4m3 keys
 
-Persistent: each SM's program takes one item (`hopper_prefill_items.py`) a round, the longest first, and loads
-an item's first blocks while it ends the one before.
+Persistent: the program of each SM handles one item (`hopper_prefill_items.py`) per round, the longest first,
+and loads an item's first blocks while it finishes the previous item.
 
 With e4m3 keys, queries are rounded to e4m3 too, with one scale a token and head (`e4m3_queries.py`) that
-multiplies the scores. The product then takes half the time, and a key half the bytes. Hopper accumulates
-such products with about 14 bits, which loses less than rounding the operands does. Values stay 16 bits: wgmma
-reads 8-bit operands only along the sum, and values lie across it.
+multiplies the scores. The product then takes half the time, and a key takes half the bytes. Hopper
+accumulates such products with about 14 bits, which loses less than rounding the operands does. Values stay 16
+bits: wgmma reads 8-bit operands only along the sum, and values lie across it.
 
-A token's bits depend on its own context alone, but differ from those of `prefill.py`, whose blocks are
+A token's bits depend only on its own context, but differ from those of `prefill.py`, whose blocks are
 shorter. Not for decoding, nor for stored int8, which a large step widens first (`widen_pages.py`).
 """
 
@@ -58,7 +58,7 @@ E4M3_SLOTS = 3
 
 @gluon.constexpr_function
 def turn_asm(instruction, which):
-    """Named barriers 8 and 9 lie behind those that Triton takes."""
+    """Named barriers 8 and 9 follow those that Triton uses."""
     return f"bar.{instruction} {8 + which}, 256; mov.u32 $0, $1;"
 
 
@@ -96,8 +96,8 @@ def softmax_step(
     products, largest, total, block, position, factor, softcap, item, window,
     MASKED: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Probabilities of a block; with it the largest score, times log2(e), and the sum; what scales the sum of
-    values before it. factor: of all scores, or [ROWS] of each row's."""
+    """The probabilities of a block, the largest score times log2(e), the sum, and the factor for the sum of
+    values before it. factor: of all scores, or [ROWS] of each row's"""
     scores = products
     by_score = factor
     if T.e4m3_keys:
@@ -129,7 +129,9 @@ def softmax_step(
 
 @gluon.jit
 def wgmma_operand(probability, T: gl.constexpr):
-    """Rounded to 16 bits. By the instruction for two: of two for one the compiler swaps the halves later."""
+    """Rounded to 16 bits. Uses the instruction for two numbers: with two instructions for one number, the
+    compiler swaps the halves later.
+    """
     asm: gl.constexpr = f"cvt.rn.{'f16x2' if T.half else 'bf16x2'}.f32 $0, $2, $1;"
     halves = gl.inline_asm_elementwise(asm, "=r,r,r", [probability], dtype=T.dtype, is_pure=True, pack=2)
     layout: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(T.dim), 2)
@@ -164,7 +166,7 @@ def consume_block(
 
 @gluon.jit
 def hide_rows(values, first_hidden, T: gl.constexpr):
-    """Zero a block's values from a row on: what lies there may be no number, and zero times that is none."""
+    """Zero a block's values from a row on: memory there may hold NaN, and zero times NaN is NaN."""
     layout: gl.constexpr = copy_layout(T.dim)
     step: gl.constexpr = 16
     for part in gl.static_range(T.block // step):
@@ -179,7 +181,7 @@ def hide_rows(values, first_hidden, T: gl.constexpr):
 
 @gluon.jit
 def places(first_token, item, WHICH: gl.constexpr, T: gl.constexpr):
-    """Where a warpgroup's rows lie in q and in out, and which of them there are."""
+    """Where a warpgroup's rows are in q and in out, and which of them exist."""
     layout: gl.constexpr = copy_layout(T.dim)
     row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dim = gl.arange(0, T.dim, gl.SliceLayout(0, layout))
@@ -199,7 +201,7 @@ def opaque(x):
 
 @gluon.jit
 def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
-    """A warpgroup's rows of this program's item of a round; of some item where it has none."""
+    """A warpgroup's rows of this program's item of a round; rows of any item if it has none."""
     item = items.item(gl.minimum(items.number(round), items.count - 1), T)
     at, is_row = places(item.first_token, item, WHICH, T)
     return gl.load(q + at, mask=is_row, other=0.0)
@@ -207,7 +209,7 @@ def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def e4m3_rows(rows):
-    """Rows [ROWS, dim] rounded to e4m3, and what each was divided by, which is never zero: `softmax_step`
+    """Rows [ROWS, dim] rounded to e4m3, and each row's divisor, which is never zero because `softmax_step`
     multiplies minus infinity by it."""
     values = rows.to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST_LARGEST)
@@ -329,7 +331,7 @@ def hopper_prefill_kernel(
     q, key_desc, value_desc, key_table, block_table, tiles, key_scale, value_scale, sinks, out,
     scale_log2, softcap, num_tiles, window, key_table_stride, table_stride, T: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs, each of which takes a whole SM."""
+    """Grid: any number of programs; each occupies a whole SM."""
     items = Items(tiles, num_tiles * (T.parts * T.kv_heads), window)
     layout: gl.constexpr = value_desc.layout
     slots: gl.constexpr = [T.slots, T.block, T.dim]
@@ -385,7 +387,7 @@ def hopper_prefill(
 ) -> None:
     """Write the tiles' tokens of `out`; arguments as in the file's docstring and in `prefill_attention`.
 
-    key_table: where keys' pages have other numbers than values'
+    key_table: given if the pages of keys have other numbers than those of values
     """
     heads, dim = q.shape[1:]
     kv_heads, page = key_pages.shape[1:3]

@@ -1,6 +1,7 @@
-"""The work items of `hopper_prefill.py`, and which program takes which.
+"""The work items of `hopper_prefill.py`, and their order for each program.
 
-An item is one kv head and as much of a tile as two warpgroups take. Not for how an item is computed.
+An item is one kv head and the part of a tile that two warpgroups can handle. Not for the computation of an
+item.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ ROWS = gl.constexpr(64)
 
 
 def block_of(dim: int) -> int:
-    """Keys at a time: as many as there are registers for beside the sums of `dim` values."""
+    """Keys per block: as many as registers allow beside the sums of `dim` values."""
     return 64 if dim == 256 else 128
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     page       tokens in a page
     half       values, and keys of 16 bits, are fp16, else bf16
@@ -43,7 +44,7 @@ class Form:
 
     @property
     def key_width(self) -> int:
-        """Of a key's numbers, that one TMA load takes: 128 bytes, or what there is."""
+        """How many numbers of a key one TMA load reads: 128 bytes, or the whole key if it is shorter."""
         return min(128, self.dim) if self.e4m3_keys else self.value_width
 
     @property
@@ -67,7 +68,7 @@ class Form:
 
     @property
     def tokens(self) -> int:
-        """Of a tile, that an item has."""
+        """Tokens of a tile that an item covers."""
         return 2 * ROWS.value // self.group
 
     @property
@@ -81,13 +82,13 @@ class Form:
 
     @property
     def box(self) -> int:
-        """Tokens that one TMA load takes."""
+        """Tokens that one TMA load reads."""
         return min(self.page, self.block)
 
 
 @aggregate
 class Item:
-    """What a program computes at a time.
+    """One work item of a program.
 
     first_token, count       in q
     start, end               position of the first; where the context ends, 0 for padding
@@ -123,7 +124,7 @@ class Item:
 
 @aggregate
 class Items:
-    """All that there are, and those of this program."""
+    """The number of all items, and this program's items."""
 
     tiles: gl.tensor
     count: gl.tensor
@@ -141,7 +142,7 @@ class Items:
 
     @gluon.jit
     def number(self, round):
-        """In one round from the first program to the last, in the next one back."""
+        """Items of a round go to programs in ascending order, those of the next round in descending order."""
         programs = gl.num_programs(0)
         program = gl.program_id(0)
         return round * programs + gl.where(round % 2 == 0, program, programs - 1 - program)

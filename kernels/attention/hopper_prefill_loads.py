@@ -1,7 +1,7 @@
 """TMA loads of `hopper_prefill.py`: the producer warp, and the rings of keys and values that it fills.
 
 Pages are scattered over memory, so a block of keys takes one load for each page it touches and for each group
-of columns that fits in one load. Not for what the consumers compute.
+of columns that fits in one load. Not for the computation of the consumers.
 """
 
 from ..triton_imports import aggregate, gl, gluon, mbarrier, tma_load
@@ -37,7 +37,7 @@ class Ring:
 
 @gluon.jit
 def slot_of(turn, T: gl.constexpr):
-    """Of a ring, that block number `turn` of all takes."""
+    """The slot in a ring of block number `turn`."""
     return turn & 1 if T.slots == 2 else turn % T.slots
 
 

@@ -1,6 +1,6 @@
-"""What one layer's attention does beside softmax(q·k)·v; every kernel and every reference takes it.
+"""The options of one layer's attention beyond softmax(q·k)·v; every kernel and every reference accepts them.
 
-Not for what a kernel is compiled for (its `Form`), nor for where keys and values lie.
+Not for compile-time parameters of a kernel (its `Form`), nor for the places of keys and values.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What distinguishes one layer's attention from plain softmax(q·k)·v; tensors are not compared."""
+    """The ways in which one layer's attention differs from plain softmax(q·k)·v; tensors are not compared."""
 
     scale: float
     sliding_window: int | None = None
@@ -33,7 +33,7 @@ class AttentionOptions:
 
     @property
     def window(self) -> int:
-        """As kernels take it: 0 where a query sees all keys."""
+        """The window for kernels: 0 if a query sees all keys."""
         return self.sliding_window or 0
 
     @property
@@ -42,12 +42,14 @@ class AttentionOptions:
 
     @property
     def softcap_log2(self) -> float:
-        """In log2 as the scores of kernels are; 0 without."""
+        """The cap for kernels, in log2 as their scores are; 0 for none."""
         return (self.softcap or 0.0) * LOG2_E
 
     @property
     def scales(self) -> int:
-        """As kernels take it: 0 without scales, 1 with one a head, 2 with one a token and head."""
+        """The scales' dimensions for kernels: 0 without scales, 1 for one per head, 2 for one per token and
+        head.
+        """
         if self.key_scale is None:
             return 0
         return 2 if self.key_scale.ndim == 3 else 1

@@ -10,7 +10,7 @@ leaves the matrix units nothing to do and the context is what has to be split.
                                       context, row of block_table. Position -1: no context, the tokens get
                                       zeros. No tokens: nothing is done.
     *_scale      as in `decode.py`
-    out          [T, H, D]            q's dtype; written where a tile says so
+    out          [T, H, D]            q's dtype; written if a tile says so
 
 A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
 once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context,
@@ -44,7 +44,7 @@ def prefill_attention_reference(
     tiles: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """What the kernel computes, in fp64, one token at a time; zeros where no tile writes."""
+    """What the kernel computes, in fp64, one token at a time; zeros if no tile writes."""
     sinks, softcap, window = options.sinks, options.softcap, options.sliding_window
     heads, kv_heads, page = q.shape[1], key_pages.shape[1], key_pages.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)

@@ -45,9 +45,9 @@ class TokenGroup:
     tokens: slice | Tensor
     """Which of the flat query tokens belong here, request by request; b * n of them."""
     pages: Tensor
-    """int64 [b, m]; page 0 where a request has fewer."""
+    """int64 [b, m]; page 0 if a request has fewer."""
     bias: Tensor
-    """In the query's dtype: 0 where the query may look, -inf elsewhere. [b, 1, 1, m * P] where n = 1; of a
+    """In the query's dtype: 0 if the query may look, -inf elsewhere. [b, 1, 1, m * P] where n = 1; of a
     chunk [1, 1, i, j], its last i queries over its last j keys."""
     num_keys: int = 0
     """Of a chunk: how many keys of its pages are there, its own included."""
@@ -284,7 +284,7 @@ def _bias(
     window: int | None,
     like: Tensor,
 ) -> Tensor:
-    """[b, 1, n, j]: 0 where the query at `positions` [b, n] may look at key first_page * P + j, else -inf."""
+    """[b, 1, n, j]: 0 if the query at `positions` [b, n] may look at key first_page * P + j, else -inf."""
     keys = first_page[:, None, None] * page_size + np.arange(num_pages * page_size)
     visible = keys <= positions[..., None]
     if window is not None:

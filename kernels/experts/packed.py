@@ -5,7 +5,7 @@
     scale_words  int32 [E, K/128 * s, N]         s words for a row of a tile; K and N padded to whole tiles
     factor       fp32 [E]                        what an expert's sums are multiplied by, or None
     bias         [E, N]                          x's dtype, or None
-    y            [A, N]                          by assignment; not written where an assignment is in no block
+    y            [A, N]                          by assignment; not written if an assignment is in no block
 
 What words and scale words mean is the decoder's, one a format (`int4.py`, `nvfp4.py`). Slice j of a tile's
 128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row hold columns 2t and 2t+1 of every

@@ -3,7 +3,7 @@
     x        [R, K]      bf16, fp16 or fp32, rows contiguous; r = A // R consecutive assignments share a row
     weight   [E, N, K]   x's dtype; K contiguous, or N (a transposed view of [E, K, N], as gpt_oss stores it)
     bias     [E, N]      x's dtype, or None
-    y        [A, N]      by assignment; not written where an assignment is in no block
+    y        [A, N]      by assignment; not written if an assignment is in no block
 
 A CTA takes n rows of an expert's weight and one block of its assignments. The weight is the first operand of
 the matrix instruction ("swap AB"), so that a block of 8 rows costs an instruction of N = 8 and no more. The

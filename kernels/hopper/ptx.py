@@ -282,7 +282,7 @@ def load_fp32_asm(offset):
 
 @gluon.jit
 def load_fp32(address, wanted, OFFSET: gl.constexpr):
-    """Four of another CTA's sums from `address + OFFSET`, past L1; zeros where not `wanted`."""
+    """Four of another CTA's sums from `address + OFFSET`, past L1; zeros if not `wanted`."""
     return gl.inline_asm_elementwise(
         load_fp32_asm(OFFSET), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, wanted],
         dtype=gl.float32, is_pure=False, pack=4,

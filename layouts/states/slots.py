@@ -27,8 +27,8 @@ class StateSlots:
     def forward(self, inputs: StateInputs, tokens: int, like: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Outputs [T, ...] of a step's T tokens; zeros for padding. The slots change in place.
 
-        With batch invariance each token is computed by itself, so that no sum's order depends on the batch or
-        on how a prompt was cut.
+        With batch invariance each token is computed separately, so that no sum's order depends on the batch
+        or on how a prompt was cut.
         """
         host = on_host(metadata)
         decodes = host.num_decodes if metadata.batch_invariance == "tuned" else 0

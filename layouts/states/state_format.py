@@ -62,7 +62,7 @@ class StateFormat(Protocol[Inputs]):
     def scan(self, inputs: Inputs, state: Tensor) -> Tensor:
         """T consecutive tokens of one request: outputs [T, ...]. `state` [*dims] changes in place.
 
-        The same as T steps up to rounding, wherever a prompt is cut.
+        Equals T calls of `step` up to rounding, wherever a prompt is cut.
         """
 
 
@@ -77,7 +77,7 @@ def scan_by_steps(state_format: StateFormat[Scanned], inputs: Scanned, tokens: i
 
 @dataclass(frozen=True)
 class StateKey:
-    """Which of a model's states."""
+    """The key of one of a model's states."""
 
     layer: int
     name: str

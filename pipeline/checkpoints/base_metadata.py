@@ -32,9 +32,9 @@ CARRIED_FIELDS = (
 
 
 def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
-    """The carried fields of `folder/README.md`'s front matter; empty where there is none.
+    """The carried fields of `folder/README.md`'s front matter; empty if there is none.
 
-    UserError where it cannot be read: the artifact's card would lose the base's licence without a word.
+    UserError if it cannot be read: the artifact's card would lose the base's licence without a word.
     """
     path = folder / CARD_NAME
     if not path.exists():

@@ -1,7 +1,8 @@
-"""Which checkpoint an artifact is to be compared with: found where the user did not say, told by its digest.
+"""Finds the checkpoint that an artifact is compared with if the user names none, and recognizes it by its
+digest.
 
-From the artifact's own records only; nothing is searched for and nothing is guessed. A folder's path stays in
-a record of its own: `scalegate.json`, which is published, has its name and what was in it.
+From the artifact's own records only; nothing is searched for and nothing is guessed. A folder's path is kept
+in a separate record: `scalegate.json`, which is published, contains only the folder's name and digests.
 """
 
 import os
@@ -21,7 +22,7 @@ MAX_PATH_BYTES = 1 << 16
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
     """The checkpoint given, or the one that the artifact says it was made from; without what was left out.
 
-    UserError where it cannot be opened, or is the quantized artifact itself.
+    UserError if it cannot be opened, or is the quantized artifact itself.
     """
     if baseline is not None:
         return _without_left_out(artifact, _refuse_itself(artifact, open_checkpoint(baseline, revision)))
@@ -41,7 +42,9 @@ def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | No
 
 
 def _without_left_out(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
-    """`baseline` without the tensors that the artifact's recipe left out, so that none is missed."""
+    """`baseline` without the tensors that the artifact's recipe left out, so that the comparison does not
+    miss them.
+    """
     names = artifact.manifest.quantization.get("left_out") if artifact.manifest else None
     return baseline.without(names) if isinstance(names, list) else baseline
 
@@ -49,7 +52,8 @@ def _without_left_out(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
 def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
     """`baseline`, unless it is the artifact, or the same quantized checkpoint elsewhere.
 
-    A plain checkpoint may stand beside itself, to try a setting; renamed, the weights check fails it.
+    A plain checkpoint may be compared with itself, to try a setting; if it was renamed, the weights check
+    fails it.
     """
     is_quantized = artifact.quantization_config is not None
     is_there = artifact.folder.resolve() == baseline.folder.resolve()
@@ -63,7 +67,7 @@ def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
 
 
 def _are_the_same_bytes(artifact: Checkpoint, baseline: Checkpoint) -> bool:
-    """Whether both hold the same tensors byte for byte; looked at only where their sizes agree."""
+    """Whether both hold the same tensors byte for byte; the bytes are read only if the sizes agree."""
     if [path.name for path in artifact.shards] != [path.name for path in baseline.shards] or any(
         ours.stat().st_size != theirs.stat().st_size
         for ours, theirs in zip(artifact.shards, baseline.shards, strict=True)
@@ -90,7 +94,7 @@ def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> s
 def remember_source(artifact: Path, source: Checkpoint) -> None:
     """Keep the path of the folder that an artifact was made from, for this machine alone.
 
-    Of a Hub snapshot too: it may lie in another cache than the one that is looked into.
+    A Hub snapshot's path is kept too, because it may be in another cache than the default one.
     """
     with atomic_path(artifact / SOURCE_NAME) as partial:
         partial.write_bytes(os.fsencode(source.folder.resolve()))
@@ -111,7 +115,9 @@ def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
 
 
 def _source_folder(artifact: Path, name: str) -> str:
-    """Where the source lay when the artifact was made; failing that, the folder of its name beside it."""
+    """The path of the source when the artifact was made; if it is gone, the folder of that name beside the
+    artifact.
+    """
     folder = _remembered(artifact)
     return str(artifact.resolve().parent / name) if folder is None else str(folder)
 

@@ -1,8 +1,8 @@
-"""bitsandbytes: NF4 and FP4 codes in blocks of the flattened weight, and INT8 with a scale a row.
+"""bitsandbytes: NF4 and FP4 codes in blocks of the flattened weight, and INT8 with one scale per row.
 
-At four bits `<module>.weight` is uint8 [N * K / 2, 1], the first code of a byte in its high nibble; beside it
-are the `absmax` of each block, the `quant_map` of the sixteen values, and a JSON state. `absmax` may be
-quantized in its turn. At eight bits the weight is int8 [N, K], and `SCB` has each row's largest magnitude.
+At four bits `<module>.weight` is uint8 [N * K / 2, 1], the first code of a byte in its high nibble; with it
+are stored the `absmax` of each block, the `quant_map` of the sixteen values, and a JSON state. `absmax` may
+be quantized in its turn. At eight bits the weight is int8 [N, K], and `SCB` has each row's largest magnitude.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def decoded_bitsandbytes(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
-    """By the name of its codes, each weight that they and what lies beside them stand for."""
+    """Maps the name of each weight's codes to the decoded weight and to the tensors that it is made from."""
     made: dict[str, tuple[DecodedTensor, tuple[str, ...]]] = {}
     for name, info in tensors.items():
         if STATE in name:

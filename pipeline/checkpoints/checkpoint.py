@@ -77,7 +77,7 @@ class Checkpoint:
 
     @property
     def public_name(self) -> str:
-        """The Hub id, or the folder's own name: what records that are published call it."""
+        """The Hub id, or the folder's own name: published records use this name."""
         return self.source if self.revision is not None else self.folder.resolve().name
 
     @cached_property
@@ -100,14 +100,16 @@ class Checkpoint:
 
     @property
     def context(self) -> int | None:
-        """The most tokens of a request, prompt and answer together; None where its config does not say."""
+        """The largest number of tokens in a request, prompt and answer together; None if the config does not
+        say.
+        """
         context = (self.config.get("text_config") or self.config).get("max_position_embeddings")
         return context if isinstance(context, int) else None
 
     @property
     def context_served(self) -> int | None:
-        """The same, but no longer than the embedded engine serves: than positions are encoded alike whatever
-        else is served, and than sparse attention is dense."""
+        """The model's context, or a shorter one that the embedded engine can serve: up to where position
+        encodings depend on the batch, or where attention becomes sparse."""
         section = self.config.get("text_config") or self.config
         limits = [self.context, None if "index_kpool" in section else section.get("index_topk")]
         for rope in (section.get("rope_parameters"), section.get("rope_scaling")):
@@ -120,7 +122,7 @@ class Checkpoint:
 
     @property
     def other_inputs(self) -> tuple[str, ...]:
-        """What the model takes besides text, by the sections of its config: `images`, `sound`."""
+        """The inputs that the model takes besides text, by the sections of its config: `images`, `sound`."""
         sections = [key for key, value in self.config.items() if isinstance(value, dict)]
         return tuple(kind for kind, tower in OTHER_INPUTS.items() if any(map(tower.search, sections)))
 
@@ -139,7 +141,7 @@ class Checkpoint:
         return replace(self, tensors=kept, left_out=(*self.left_out, *left))
 
     def read(self, name: str) -> Tensor:
-        """One tensor on the CPU, in memory of its own; nothing else is read or kept."""
+        """One tensor on the CPU, in its own memory; nothing else is read or kept."""
         return self.tensors[name].read()
 
     def metadata(self, file: Path) -> dict[str, str]:
@@ -147,7 +149,8 @@ class Checkpoint:
         return self.headers[file].metadata
 
     def other_files(self, more: Iterable[str] = ()) -> CompanionFiles:
-        """The files that go with the weights (tokenizer, chat template, licence, ...), and those left out.
+        """The files that go with the weights (tokenizer, chat template, licence, ...), and the files that are
+        left out.
 
         more: patterns of files beyond the known kinds, a recipe's `files`
         """
@@ -201,7 +204,7 @@ def _snapshot_of(folder: Path) -> tuple[str, str] | None:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """UserError where the folder holds no model but changes to one."""
+    """UserError if the folder holds no model but changes to one."""
     weights = [path.name for path in folder.glob("*.safetensors")]
     if (folder / ADAPTER_CONFIG).is_file() and all(name.startswith("adapter_") for name in weights):
         raise UserError(
@@ -268,7 +271,7 @@ def _unindexed_shards(
 ) -> dict[Path, SafetensorsHeader]:
     """Further safetensors files with tensors of their own, each with its header.
 
-    Not those that hold the same tensors again, in another precision or under their makers' names.
+    Not the files that hold the same tensors again, in another precision or under their makers' names.
     """
     found: dict[Path, SafetensorsHeader] = {}
     known = set(tensors)

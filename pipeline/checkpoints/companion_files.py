@@ -1,7 +1,8 @@
-"""Which files go along with the weights, from a source into an artifact and from there into a release.
+"""Chooses the files that go along with the weights, from a source into an artifact and from there into a
+release.
 
-Only files of known kinds, by name, in the folder itself: what a tokenizer, a processor or an engine reads,
-and what a licence asks to pass on. Code (`*.py`) is not among them; a recipe's `files` adds patterns.
+Only files of known kinds, by name, in the folder itself: files that a tokenizer, a processor or an engine
+reads, or that a licence requires. Code (`*.py`) is not among them; a recipe's `files` adds patterns.
 """
 
 import fnmatch
@@ -37,7 +38,9 @@ MAX_FILES = 100_000
 
 @dataclass(frozen=True)
 class CompanionFiles:
-    """Files beside the weights, by name: those that go along, and those left out, each with the reason."""
+    """Files beside the weights, by name: the ones that go along, and the ones left out, each with the
+    reason.
+    """
 
     files: dict[str, Path]
     left_out: dict[str, str]

@@ -1,6 +1,6 @@
 """The sections of a config.json that Scalegate reads itself: their types, and sizes that fit the weights.
 
-Everything else in it is transformers' to judge. Not for what a quantization section means: `conventions/`.
+transformers checks everything else in it. Not for what a quantization section means: `conventions/`.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,9 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Quantization:
-    """What the conventions read of `quantization_config`, and of ModelOpt's own file, among other keys."""
+    """The keys that the conventions read from `quantization_config` and from ModelOpt's own file, among
+    others.
+    """
 
     quant_method: str | None = None
     quant_algo: str | None = None
@@ -55,7 +57,7 @@ _QUANTIZATION: TypeAdapter[_Quantization] = TypeAdapter(_Quantization)
 
 
 def refuse_malformed(config: Mapping[str, Any], where: str) -> None:
-    """UserError where a section that is read here and in `conventions/` has not the types it should have."""
+    """UserError if a section that is read here and in `conventions/` has not the types it should have."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise UserError(f"{where}: `text_config` should be a JSON object, not {type(text).__name__}; {AGAIN}")
@@ -78,7 +80,7 @@ def refuse_malformed_quantization(section: Any, where: str) -> None:
 
 
 def refuse_sizes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str) -> None:
-    """UserError where the config describes a model far larger than its weights, which nobody could build."""
+    """UserError if the config describes a model far larger than its weights, which nobody could build."""
     largest = max((length for info in tensors.values() for length in info.shape), default=0)
     for section in (config, config.get("text_config") or {}):
         for names, limit, of in (

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in 4 or 8 bits, read as the 16-bit tensors that they stand for.
+"""Dequantizes weights that a checkpoint stores in 4 or 8 bits to 16-bit tensors.
 
 The contract; each format is a file of its own. They are for sources and baselines: nothing is served in these
 formats. FP8 is `float_source.py`.
@@ -18,7 +18,7 @@ Decode = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class DecodedTensor(TensorInfo):
-    """A tensor that no file holds as it is: `nbytes` are those of the tensors that it is made from."""
+    """A tensor that no file holds directly; `nbytes` counts the tensors that it is made from."""
 
     decode: Decode = lambda start, stop: NotImplemented
     stored_as: str = ""
@@ -46,9 +46,10 @@ class DecodedTensor(TensorInfo):
 def as_decoded(
     tensors: Mapping[str, TensorInfo], made: Mapping[str, tuple[DecodedTensor, tuple[str, ...]]]
 ) -> dict[str, TensorInfo]:
-    """`tensors` with decoded ones in the places of those that they are made from.
+    """`tensors` with each decoded tensor in place of the tensors that it is made from.
 
-    made: by the name of one of these, the first in the files, the decoded tensor and all that it replaces
+    made: by the name of the first source tensor in the files, the decoded tensor and all source tensors that
+    it replaces
     """
     replaced = {part for _, parts in made.values() for part in parts}
     found: dict[str, TensorInfo] = {}

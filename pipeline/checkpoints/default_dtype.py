@@ -1,4 +1,4 @@
-"""The dtype that a checkpoint runs in unless told otherwise, from its config and headers alone.
+"""The default dtype that a checkpoint runs in, from its config and headers alone.
 
 Not for which one a CPU is faster in (`validation/cpu_dtype.py`).
 """

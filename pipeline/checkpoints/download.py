@@ -1,4 +1,4 @@
-"""Fetching a checkpoint from the Hugging Face Hub, every way it can fail named in a message of its own.
+"""Fetching a checkpoint from the Hugging Face Hub; each way it can fail has its own message.
 
 Not for uploading, which is `push.py`, and not for looking inside what was fetched.
 """
@@ -18,7 +18,7 @@ IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onn
 def download_checkpoint(
     repo_id: str, revision: str | None, ignored: Sequence[str] = IGNORED_FILES
 ) -> tuple[Path, str]:
-    """`repo_id`'s local snapshot folder and commit; from the cache where there is no network."""
+    """`repo_id`'s local snapshot folder and commit; from the cache if there is no network."""
     at = f" at revision {revision!r}" if revision else ""
     if not constants.is_offline_mode():
         require_hub_access()

@@ -1,6 +1,6 @@
 """Reading the rows of a checkpoint's float weights: BF16, FP16, FP32, and FP8 with its scales multiplied in.
 
-Not for INT4 or NVFP4 sources: what is already quantized is not quantized again.
+Not for INT4 or NVFP4 sources: quantized weights are not quantized again.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def scale_of(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
 
 
 def is_scale(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether `name` only scales an FP8 weight or its input: it goes when the weight stops being FP8."""
+    """Whether `name` only scales an FP8 weight or its input: such a tensor is dropped with the FP8 weight."""
     for suffix in SCALE_SUFFIXES:
         weight = checkpoint.tensors.get(name.removesuffix(suffix))
         if name.endswith(suffix) and weight is not None and weight.dtype in FLOAT8:
@@ -52,14 +52,14 @@ def is_scale(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def names_of_float8(checkpoint: Checkpoint, name: str) -> list[str]:
-    """The FP8 tensor `name` and those that scale it or its input."""
+    """The FP8 tensor `name` and the tensors that scale it or its input."""
     stem = name.removesuffix(".weight")
     scales = [*(name + suffix for suffix in SCALE_SUFFIXES), *(stem + suffix for suffix in ACTIVATION_SCALES)]
     return [name, *(scale for scale in scales if scale in checkpoint.tensors)]
 
 
 def describe_float8(checkpoint: Checkpoint, name: str) -> str:
-    """`FP8, blocks of 128x128`; UserError where the scale is absent or misshapen."""
+    """`FP8, blocks of 128x128`; UserError if the scale is absent or misshapen."""
     scale = scale_of(checkpoint, name)
     if scale is None:
         raise ValueError(f"{name} is not FP8")
@@ -71,7 +71,9 @@ def describe_float8(checkpoint: Checkpoint, name: str) -> str:
 
 
 def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
-    """UserError where `name` is not a float tensor, or is FP8 with no scale or one of a strange shape."""
+    """UserError if `name` is not a float tensor, or is FP8 without a scale or with a scale of an unexpected
+    shape.
+    """
     info = checkpoint.tensors[name]
     if not is_float(info):
         dtype = str(info.dtype).removeprefix("torch.")
@@ -87,7 +89,7 @@ def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor of any shape as stored, or in bf16 where it is FP8 with a scale."""
+    """A tensor of any shape as stored, or in bf16 if it is FP8 with a scale."""
     info = checkpoint.tensors[name]
     if info.dtype not in FLOAT8:
         return checkpoint.read(name)
@@ -97,7 +99,7 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
-    """Rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 where it is FP8."""
+    """Rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 if it is FP8."""
     info = checkpoint.tensors[name]
     first = start if expert is None else expert * info.shape[1] + start
     flat = as_matrix(info)

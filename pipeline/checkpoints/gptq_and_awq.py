@@ -1,8 +1,8 @@
-"""GPTQ and AWQ: unsigned integer codes packed into int32, with fp16 scales and packed zero points a group.
+"""GPTQ and AWQ: unsigned integer codes packed into int32, with fp16 scales and packed zero points per group.
 
-GPTQ packs `qweight` along K, [K/8, N] at four bits, and says in `g_idx` which group an input belongs to; its
-first format stores zero points less one. AWQ packs along N, [K, N/8], eight columns in an order of its own.
-Both stand for `<module>.weight` [N, K] in the scales' dtype: `(code - zero) * scale`, rounded once.
+GPTQ packs `qweight` along K, [K/8, N] at four bits, and `g_idx` holds the group of each input; the first
+version of the format stores each zero point minus one. AWQ packs along N, [K, N/8], eight columns in its own
+order. Both represent `<module>.weight` [N, K] in the scales' dtype: `(code - zero) * scale`, rounded once.
 """
 
 from collections.abc import Mapping

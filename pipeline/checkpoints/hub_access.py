@@ -1,4 +1,4 @@
-"""What has to hold before the Hub is asked: proxies that can be used, a token that can be sent."""
+"""The conditions for a request to the Hub: usable proxies and a token that can be sent."""
 
 import os
 
@@ -11,7 +11,7 @@ PROXY_VARIABLES = ("ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP
 
 
 def require_hub_access() -> None:
-    """UserError where no request to the Hub could even be sent, naming the variable and what to do."""
+    """UserError, with the variable and a remedy, if no request to the Hub could even be sent."""
     try:
         httpx.Client().close()
     except (ValueError, ImportError) as error:

@@ -1,7 +1,7 @@
 """MXFP4 (gpt-oss): E2M1 codes, two in a byte, with an E8M0 scale for every 32 along the inputs.
 
-`<name>_blocks` uint8 [E, N, K/32, 16] and `<name>_scales` uint8 [E, N, K/32] stand for `<name>` [E, K, N], as
-the model multiplies it. Every value is exact in bf16.
+`<name>_blocks` uint8 [E, N, K/32, 16] and `<name>_scales` uint8 [E, N, K/32] represent `<name>` [E, K, N],
+the shape in which the model multiplies it. Every value is exact in bf16.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ BIAS = 127
 def decoded_mxfp4(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
-    """By the name of its blocks, each tensor that they and their scales stand for."""
+    """Maps the name of each tensor's blocks to the decoded tensor and to its blocks and scales."""
     made: dict[str, tuple[DecodedTensor, tuple[str, ...]]] = {}
     for name, blocks in tensors.items():
         if not name.endswith(BLOCKS):

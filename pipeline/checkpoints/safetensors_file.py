@@ -1,4 +1,5 @@
-"""Reading one safetensors file by plain reads, header checked, so that memory is what the caller keeps.
+"""Reading one safetensors file by plain reads, with its header checked, so that only the caller's tensors
+take memory.
 
 Not for whole checkpoints (`checkpoint.py`), and not memory-mapped: mapped pages count against the process.
 """
@@ -43,7 +44,7 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies; nothing of its data is read yet."""
+    """The position of one tensor in a file; its data has not been read."""
 
     name: str
     dtype: torch.dtype
@@ -54,7 +55,7 @@ class TensorInfo:
     nbytes: int
 
     def read(self) -> Tensor:
-        """The tensor on the CPU, in memory of its own."""
+        """The tensor on the CPU, in its own memory."""
         return self._read(self.shape, 0, self.nbytes)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
@@ -87,14 +88,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What the header of one file says, already checked against the file's size."""
+    """The header of one file, already checked against the file's size."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read and check `path`'s header. Raises UserError where the file is truncated or corrupt."""
+    """Read and check `path`'s header. Raises UserError if the file is truncated or corrupt."""
     try:
         size = path.stat().st_size
         if not path.is_file():  # opening a pipe would wait for ever
@@ -156,14 +157,14 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _number(value: Any) -> int:
-    """A length or an offset; ValueError for anything else, lengths beyond any file among it."""
+    """A length or an offset; ValueError for anything else, and for lengths beyond any file."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_LENGTH:
         raise ValueError(value)
     return value
 
 
 def _check_extents(path: Path, tensors: dict[str, TensorInfo], data_start: int, size: int) -> None:
-    """The format wants the tensors to fill the file: no hole, no overlap, nothing after the last."""
+    """The format requires that the tensors fill the file: no hole, no overlap, nothing after the last."""
     position = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != position:

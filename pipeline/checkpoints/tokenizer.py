@@ -1,6 +1,6 @@
 """Reading a checkpoint's tokenizer, apart from its model: a server's API side needs no more than this.
 
-A file of its own because the model's side of transformers takes seconds to import.
+In its own file because importing this part of transformers takes seconds.
 """
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer; None where it has none."""
+    """The checkpoint's tokenizer; None if it has none."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((checkpoint.folder / name).is_file() for name in names):
         return None

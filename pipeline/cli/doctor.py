@@ -94,7 +94,9 @@ def _memory(device: Device) -> str:
 
 
 def _weights(device: Device, choices: Iterable[LayoutChoice]) -> Iterator[str]:
-    """A line for each weight format: what serves it on `device`, how fast, and what serves experts."""
+    """A line for each weight format: the layout that serves it on `device`, its speed, and the layout for
+    experts.
+    """
     first = device.kind.partition(",")[0]
     here = [choice for choice in choices if choice.device == first]
     experts = {choice.problem: choice for choice in here if choice.experts}
@@ -152,7 +154,7 @@ def _details(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _serves(states: list[LayoutState]) -> str:
-    """`INT4 g128; not NVFP4: reads INT4 only`, reasons that repeat said once."""
+    """Reasons for refusing formats, each said once: `INT4 g128; not NVFP4: reads INT4 only`."""
     served = [state.problem for state in states if state.refusal is None]
     reasons: dict[str, list[str]] = {}
     for state in states:

@@ -1,6 +1,6 @@
-"""What the exit status of every command means, and the end of a command that nobody foresaw.
+"""The meaning of every command's exit status, and the handling of unexpected exceptions.
 
-Status 1 is the gate's alone: a script may take it for "the artifact failed" and nothing else.
+Status 1 means only that the gate failed: a script may read it as "the artifact failed" and nothing else.
 """
 
 import os
@@ -57,7 +57,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _details() -> str:
-    """Where the traceback of the exception at hand is; written to a file, or to stderr where none can be."""
+    """Where the traceback of the current exception is: in a file, or on stderr if no file can be written."""
     text = traceback.format_exc()
     try:
         descriptor, path = tempfile.mkstemp(prefix="scalegate-error-", suffix=".txt")

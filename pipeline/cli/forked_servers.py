@@ -1,4 +1,4 @@
-"""Whether a command's servers fork their processes from one that has imported what these need.
+"""Whether a command's servers are forked from a process that has already imported what they need.
 
 Called before the command's own imports, which take as long: with two cores both go on at once.
 """

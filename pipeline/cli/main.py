@@ -1,4 +1,4 @@
-"""The `pipeline` command: its subcommands by name, imported only when one is asked for.
+"""The `pipeline` command: its subcommands by name, each imported only when it is called.
 
 Not for any work of its own: a subcommand's file parses options and calls the function of the same name.
 """
@@ -43,7 +43,9 @@ class Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """As click's, but with exit statuses of our own: its status for Ctrl-C and crashes is the gate's."""
+        """Runs like click's, but with our exit statuses: click's status for Ctrl-C and crashes means a failed
+        gate here.
+        """
         search_rarely()
         raising = functools.partial(super().main, args, prog_name, standalone_mode=False, **extra)
         return run(raising) if standalone_mode else raising()

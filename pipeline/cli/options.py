@@ -1,6 +1,6 @@
 """Options of a command line, made from the fields of dataclasses; and the recipe, which two commands take.
 
-What is registered is asked for only where it is shown, or a word is checked against it: that imports torch.
+Registered names are looked up only when they are shown or checked, because that imports torch.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -24,7 +24,7 @@ def completions(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
 
 
 class OptionType(click.ParamType):
-    """One field's values, checked as the dataclass checks them."""
+    """The type of one field's values, checked by the dataclass."""
 
     def __init__(self, cls: type, field: Field[Any]):
         self.cls, self.field = cls, field
@@ -104,7 +104,7 @@ def _option(cls: type, field: Field[Any], is_sized: bool) -> Callable[[F], F]:
 
 
 def _former_option(former: str, name: str) -> Callable[[F], F]:
-    """Tells whoever uses the name that an option had what it is called now."""
+    """Warns that an option was called by its former name."""
 
     def refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None:

@@ -91,7 +91,7 @@ def command(
 
 
 def _first_device(context: click.Context, device: str | None, devices: str, dry_run: bool) -> str:
-    """The only one of `devices`. If they are several, the command runs on each, and this one ends."""
+    """The only device in `devices`. If they are several, the command runs on each, and this one ends."""
     from ..quantization.shards.launch import devices_of, run_on
 
     if device not in (None, AUTO):

@@ -8,7 +8,9 @@ from ...base.log import QUIET, VERBOSE, verbosity
 
 
 def _show(word: str) -> click.Option:
-    """An option that shows so much until the command ends; of several, the last one counts."""
+    """An option that sets how much is shown until the command ends; if several are given, the last one
+    counts.
+    """
 
     def callback(context: click.Context, option: click.Parameter, given: bool) -> None:
         if given:

@@ -1,1 +1,3 @@
-"""The commands, as functions: `quantize`, `layout`, `validate`, `push`, and what goes with them."""
+"""The commands, as functions: `quantize`, `layout`, `validate`, `push`, and the functions that go with
+them.
+"""

@@ -1,7 +1,7 @@
 """A manifest for a checkpoint that another tool quantized, so that it can be validated, pushed and verified.
 
-It is measured, not believed: each quantized module's error against the baseline becomes what the manifest
-records. Nothing of the checkpoint is changed.
+The manifest does not rely on the checkpoint's claims: it records each quantized module's measured error
+against the baseline. Nothing of the checkpoint is changed.
 """
 
 import math
@@ -42,7 +42,7 @@ def adopt(
 
     baseline: a folder or a Hub id, unquantized
 
-    UserError where the folder has a manifest already, holds files that are not published, is not quantized in
+    UserError if the folder has a manifest already, holds files that are not published, is not quantized in
     a convention that we read, or has modules that the baseline has not.
     """
     folder = Path(checkpoint).expanduser()
@@ -90,7 +90,7 @@ def _quantization(
     stored: Mapping[str, StoredWeight],
     squares: Mapping[str, tuple[float, float]],
 ) -> dict[str, Any]:
-    """What the manifest says of the formats and of each module's error.
+    """The manifest's entry for the formats and for each module's error.
 
     squares: of each module, the sums of the squared error and of the squared weights
     """
@@ -121,7 +121,7 @@ def _quantization(
 
 
 def _relative(error: float, norm: float, name: str) -> float:
-    """Of sums of squares. UserError where there is a weight that is no number."""
+    """Of sums of squares. UserError if a weight is NaN or infinite."""
     value = math.sqrt(error / norm) if norm else math.sqrt(error)
     if not math.isfinite(value):
         raise UserError(f"{name}: a weight is NaN or infinite, or the baseline's is; it is not adopted")

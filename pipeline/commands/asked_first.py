@@ -1,7 +1,8 @@
-"""What later stages of a release would refuse, asked of its source before anything is quantized.
+"""Checks of a release's source, before anything is quantized, for problems that a later stage would refuse.
 
-Room on disks and in memory, checkpoints and texts that cannot be read, and a card that the Hub does not take.
-What the options say by themselves is `release_request.py`; whether a target can be written, `push.py`.
+They cover room on disks and in memory, checkpoints and texts that cannot be read, and a card that the Hub
+would refuse. `release_request.py` checks the options by themselves; `push.py` checks whether a target can be
+written.
 """
 
 import os
@@ -35,7 +36,7 @@ from .release_request import ReleaseRequest
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """What is still to be written, in bytes by the folder that it goes into."""
+    """The bytes still to be written, by folder."""
 
     quantized: Mapping[Path, int]
     """The artifact, and a rival that a recipe makes."""
@@ -51,9 +52,10 @@ def planned_files(
     to: str,
     written: int | None = None,
 ) -> PlannedFiles:
-    """What is not there yet. UserError where a recipe, the rival's too, cannot quantize `source`.
+    """The bytes of files that are not there yet. UserError if a recipe, the rival's too, cannot quantize
+    `source`.
 
-    written: the artifact's bytes, where they are known
+    written: the artifact's bytes, if they are known
     """
     if written is None:
         written = bytes_to_write(source, recipe, request.making, request.device)
@@ -75,7 +77,7 @@ def _present(folder: Path) -> int:
 
 
 def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFiles) -> None:
-    """UserError where a later stage of this release of `source` cannot succeed on this machine."""
+    """UserError if a later stage of this release of `source` cannot succeed on this machine."""
     refuse_full_disks(planned)
     refuse_contradictions(source)
     validation, workload = request.validation, request.workload
@@ -93,7 +95,9 @@ def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFi
 
 
 def lacking_tools(request: ReleaseRequest) -> list[str]:
-    """What a validation would run and this machine has not: said in a dry run, and else refused."""
+    """Packages or engines that the validation needs and this machine lacks: noted in a dry run, otherwise
+    refused.
+    """
     validation = request.validation
     lacking = []
     for name in dict.fromkeys((validation.engine, validation.engine_of_baseline)):
@@ -111,7 +115,9 @@ def lacking_tools(request: ReleaseRequest) -> list[str]:
 
 
 def refuse_card(source: Checkpoint, recipe: Recipe, to: str) -> list[str]:
-    """UserError where the Hub would not take the fields that the card gets from the base's. Returns notes."""
+    """UserError if the Hub would refuse the fields that the card copies from the base's card. Returns
+    notes.
+    """
     metadata = read_base_metadata(source.folder)
     files = source.other_files(recipe.files).files
     if target_folder(to) is None:
@@ -122,7 +128,7 @@ def refuse_card(source: Checkpoint, recipe: Recipe, to: str) -> list[str]:
 
 
 def refuse_full_disks(planned: PlannedFiles) -> None:
-    """UserError where a disk has no room for all that is to be written to it."""
+    """UserError if a disk has no room for all that is to be written to it."""
     wanted: dict[int, dict[Path, int]] = defaultdict(dict)
     for folder, size in (*planned.quantized.items(), *planned.published.items()):
         wanted[os.stat(_there(folder)).st_dev][folder] = size
@@ -141,9 +147,10 @@ def _there(folder: Path) -> Path:
 
 
 def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantized: int) -> None:
-    """UserError where the servers' weights alone are more than the memory that is free.
+    """UserError if the servers' weights alone are more than the memory that is free.
 
-    On a GPU, where they may take turns, where the baseline's server does not fit by itself.
+    On a GPU servers may take turns, so there the error is raised only if the baseline's server alone does not
+    fit.
     """
     validation, workload = request.validation, request.workload
     engine = validation.engine_of_baseline

@@ -1,6 +1,6 @@
 """Quality of several quantized checkpoints against one baseline, on the same text in one run.
 
-Without a server, and not for a verdict: nothing is decided here.
+It needs no server and gives no verdict.
 """
 
 import gc
@@ -105,7 +105,7 @@ def _require_artifact(first: Checkpoint) -> None:
 
 
 def distinct_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Their public names; folders of one name have as many parents in front as tell them apart."""
+    """Their public names; if folders share a name, parent folders are added until the names differ."""
     ways = [
         (each.source,) if each.revision is not None else each.folder.resolve().parts for each in checkpoints
     ]
@@ -165,9 +165,9 @@ def _unlike_baseline(weights: WeightComparison) -> str | None:
 
 
 def bits_per_weight(checkpoint: Checkpoint) -> float:
-    """What the quantized weights take in the files, in bits for each of their numbers; 16 where none is.
+    """Bits per weight of the quantized weights in the files; 16 if no weight is quantized.
 
-    Of an artifact whose formats were chosen under a budget, those that it kept plain are counted as well.
+    If the formats were chosen under a budget, weights that the budget left unquantized are counted too.
     """
     stored = [weight for weight in stored_weights(checkpoint).values() if weight.is_quantized]
     numbers = sum(math.prod(weight.shape) for weight in stored)

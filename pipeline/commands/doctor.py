@@ -1,7 +1,7 @@
 """What this machine can do: devices, versions, layouts, engines, Hub login, and what to install for the rest.
 
 Looks only at this machine: no request goes out, so nothing can hang. Not for measuring (`layout.py`): speeds
-are those that a choice of layouts has left in the measurement cache.
+come from the measurement cache, which choosing layouts fills.
 """
 
 import math
@@ -73,7 +73,7 @@ class Device:
 
 @dataclass(frozen=True)
 class LayoutState:
-    """Whether one layout serves one weight format on one device, asked with a layer of an 8 B model."""
+    """Whether one layout serves one weight format on one device, tested with a layer of an 8 B model."""
 
     layout: str
     kernel: str
@@ -211,7 +211,7 @@ def _layouts(device: torch.device) -> list[LayoutState]:
 
 
 def _choices(device: torch.device, states: Sequence[LayoutState]) -> list[LayoutChoice]:
-    """For every format, what serves dense layers and what serves experts."""
+    """For every format, the layouts that serve dense layers and experts."""
     measured = [
         pick(shape, (), measurements)
         for shape, measurements in cached_shapes(device).items()
@@ -232,7 +232,7 @@ def _choices(device: torch.device, states: Sequence[LayoutState]) -> list[Layout
 
 
 def _is_of(shape: str, spec: WeightFormat, experts: bool) -> bool:
-    """Whether a shape, as plans write it, is one of this format's in bf16."""
+    """Whether a shape, in the notation of plans, is one of this format's in bf16."""
     ending = r" \(.+ experts, .+\)" if experts else ""
     return re.fullmatch(rf"{re.escape(spec.key)} \d+x\d+ bfloat16{ending}", shape) is not None
 
@@ -244,7 +244,9 @@ def _choice(
     serving: Sequence[str],
     shapes: Sequence[ShapeChoice],
 ) -> LayoutChoice:
-    """From the layouts that do not refuse, in the order of preference, and from the shapes measured here."""
+    """Chosen from the layouts that do not refuse, in order of preference, and from the shapes measured
+    here.
+    """
     layout = next(iter(serving), None)
     if isinstance(spec, Unquantized):
         # Its product is the one that all others are compared with.
@@ -266,7 +268,7 @@ def _existing(path: Path) -> Path:
 
 
 def _missing(versions: dict[str, str | None], engines: dict[str, Availability]) -> dict[str, str]:
-    """What could be installed here, and how to get it."""
+    """Packages that could be installed here, and how to get them."""
     missing = {}
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"

@@ -1,7 +1,7 @@
-"""What a checkpoint is, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
+"""Describes a checkpoint, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
 
-Reads headers, scales and records, but for hashing an artifact's files. It judges nothing, and refuses what
-contradicts itself.
+Reads headers, scales and records, but for hashing an artifact's files. It judges nothing, but refuses a
+checkpoint that contradicts itself.
 """
 
 import math
@@ -56,7 +56,7 @@ class Inspection:
     kv_cache: str
     """How keys and values are stored while it is served, as it declares it."""
     is_artifact: bool
-    """Whether it has a manifest of ours; the fields below are empty where it has none."""
+    """Whether it has a manifest of ours; the fields below are empty if it has none."""
     source: str | None = None
     source_revision: str | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Inspection:
     layout_plan: dict[str, Any] | None = None
     verdict: Verdict | None = None
     verdict_problem: str | None = None
-    """Why the verdict does not hold for this artifact as it is now; None where it does, or there is none."""
+    """Why the verdict does not hold for this artifact as it is now; None if it does, or there is none."""
     signature: Signature | None = None
-    """What is known of the verdict's signature; None where there is no verdict."""
+    """What is known of the verdict's signature; None if there is no verdict."""
 
     @property
     def quantized_modules(self) -> int:

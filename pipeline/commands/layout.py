@@ -1,6 +1,6 @@
 """Measures the layouts for a checkpoint's layers on this device, and records the plan in the artifact.
 
-`layouts/choosing/choose.py` measures. A plan that was made here, with these versions, stands.
+`layouts/choosing/choose.py` measures. A plan that was made here, with these versions, is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ CONTEXTS, CUDA_CONTEXTS = (128, 1024, 4096), (128, 1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """The plan in force, and what became of it."""
+    """The plan in force, and whether it was measured, kept or replaced."""
 
     plan: LayoutPlan
     measured: bool
-    """False where the recorded plan was made on this device for all of this, and stands."""
+    """False if the recorded plan was made on this device for all of this, and stands."""
     stored: bool
-    """False where there is no `scalegate.json` to write it into."""
+    """False if there is no `scalegate.json` to write it into."""
     note: str
     """What became of the plan and of a verdict, in a sentence."""
 
@@ -109,7 +109,7 @@ def _stands(
     ms: Sequence[int],
     force: str | None,
 ) -> bool:
-    """Whether measuring again could only repeat what the plan holds."""
+    """Whether measuring again could only repeat the plan's measurements."""
     if not plan.matches(device):
         return False
     choices = {choice.shape: choice for choice in plan.choices}
@@ -124,7 +124,9 @@ def _stands(
 
 
 def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """As asked, or the device's own up to the model's. UserError where one is asked for beyond that."""
+    """The contexts that were asked for, or the device's defaults up to the model's context. UserError if a
+    context beyond the model's is asked for.
+    """
     wanted = asked or (CUDA_CONTEXTS if device.type == "cuda" else CONTEXTS)
     if min(wanted) < 1:
         raise UserError(f"--contexts {min(wanted)}: a context is a number of tokens; give 1 or more")

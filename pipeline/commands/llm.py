@@ -25,10 +25,10 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Generation:
-    """What came after one prompt."""
+    """The output for one prompt."""
 
     text: str
-    """Without special tokens; empty where the checkpoint has no tokenizer."""
+    """Without special tokens; empty if the checkpoint has no tokenizer."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     """`stop` at an end-of-sequence or stop token, which is the last of `token_ids`; `length` otherwise."""
@@ -64,7 +64,7 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What `generate` and `chat` take where they are given no parameters: the checkpoint's own."""
+        """The default parameters of `generate` and `chat`: the checkpoint's own."""
         defaults = self._defaults
         return SamplingParams(
             max_tokens=defaults.max_tokens or COMPLETION_MAX_TOKENS,
@@ -82,9 +82,9 @@ class LLM:
     ) -> list[Generation]:
         """Continue every prompt, as a text or as token ids; all of them decode together.
 
-        params: one for all prompts, or one for each; None takes the checkpoint's own
+        params: one for all prompts, or one for each; None for the checkpoint's own
 
-        Returns one result for each prompt, in their order; for a single prompt, a list of one.
+        Returns one result for each prompt, in order; for a single prompt, a list of one.
         """
         listed = _listed(prompts)
         return self._run([self._encode(prompt) for prompt in listed], params)
@@ -99,7 +99,7 @@ class LLM:
 
         template_options: variables of the template, such as `enable_thinking`
 
-        UserError where the checkpoint has no template, or its template refuses the messages.
+        UserError if the checkpoint has no template, or its template refuses the messages.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if not getattr(self.tokenizer, "chat_template", None):

@@ -1,7 +1,7 @@
-"""Publish an artifact that has passed the gate, to the Hub or into a folder; refuse anything else.
+"""Publish an artifact that has passed the gate, to the Hub or into a folder; any other artifact is refused.
 
-What a release consists of is `bundle.py`, its card `card.py`; how it gets there is `hub/` and
-`folder_target.py`.
+`bundle.py` collects the files of a release, `card.py` writes its card; `hub/` and `folder_target.py` publish
+them.
 """
 
 from dataclasses import replace
@@ -31,8 +31,8 @@ def push(
 ) -> PushResult:
     """Publish the folder `artifact` to `to`: a Hub repository `ORG/NAME`, or `folder:DIR`.
 
-    With `dry_run` nothing is changed anywhere, and the result lists what would be; the Hub is then asked what
-    it holds only where there are a token and a network.
+    With `dry_run` nothing is changed anywhere, and the result lists what would be done; the Hub's files are
+    looked up only if there are a token and a network.
     """
     folder = Path(artifact).expanduser()
     directory = target_folder(to)
@@ -61,7 +61,7 @@ def push(
 def check_target(
     artifact: Path, to: str, private: bool = False, create_pr: bool = False, revision: str | None = None
 ) -> None:
-    """Refuse what `push` to `to` would refuse whatever the artifact holds; sends nothing that writes."""
+    """Refuse a target that `push` would refuse for any artifact; sends nothing that writes."""
     directory = target_folder(to)
     _refuse_hub_options(directory, private, create_pr, revision)
     if directory is not None:
@@ -73,7 +73,7 @@ def check_target(
 
 
 def check_card(repo_id: str, card: str) -> None:
-    """Refuse what the Hub would refuse of a card's front matter."""
+    """Refuse front matter of a card that the Hub would refuse."""
     from ..publishing.hub.publish import check_front_matter
 
     check_front_matter(repo_id, card)
@@ -120,7 +120,7 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
 
 
 def target_folder(to: str) -> Path | None:
-    """The folder that `to` names; None where it names a Hub repository."""
+    """The folder that `to` names; None if it names a Hub repository."""
     if not to.startswith(FOLDER_PREFIX):
         return None
     name = to.removeprefix(FOLDER_PREFIX)

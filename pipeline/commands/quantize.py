@@ -1,7 +1,7 @@
 """Quantizing a checkpoint into an artifact folder: shard by shard, in bounded memory, resumable.
 
-The order of the work is here. What is decided beforehand is `quantization/job.py`, what is written
-`quantization/write_shards.py`; the bytes are the convention's.
+The order of the work is here. `quantization/job.py` decides everything beforehand,
+`quantization/write_shards.py` writes; the convention defines the bytes.
 """
 
 import errno
@@ -86,13 +86,14 @@ def quantize(
 ) -> Artifact:
     """Quantize `model` (a folder or a Hub id) by `recipe` into the folder `out`.
 
-    An interrupted call is taken up where it stopped by the same call again; a finished one returns at once.
+    If a call is interrupted, the same call continues it; if the job is finished, the call returns at once.
     Under torchrun all processes make the call, and each writes a share of the shards. The bytes written do
-    not depend on interruptions, processes or threads, nor, where no text is read, on the device.
+    not depend on interruptions, processes or threads. If no text is read, they do not depend on the device
+    either.
 
     options: listed below. A text is read for `method: gptq`, for formats that round inputs or weigh them, and
              for the scales of keys and values. With a budget, layers that a rule of the recipe names keep the
-             rule's format
+             rule's format.
     """
     ranks = join_ranks()
     with ranks.together():
@@ -139,7 +140,7 @@ def preview(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> Estimate:
-    """What `quantize` would do with the same arguments: sizes, memory and time. Nothing is written."""
+    """Preview of `quantize` with the same arguments: sizes, memory and time. Nothing is written."""
     asked = from_given(QuantizeOptions, options)
     if from_given(BudgetOptions, options) != BudgetOptions():
         raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
@@ -158,14 +159,16 @@ def preview(
 def bytes_to_write(
     checkpoint: Checkpoint, recipe: Recipe, asked: QuantizeOptions, device: str | None = None
 ) -> int:
-    """Of all shards that `quantize` would write. UserError where it would refuse the same arguments."""
+    """The bytes of all shards that `quantize` would write. UserError if it would refuse the same
+    arguments.
+    """
     checkpoint = without_left_out(checkpoint, recipe)
     job = prepare(checkpoint, recipe, asked.export, device, asked.calibration)
     return sum(output_bytes(checkpoint, task) for task in job.tasks.in_order)
 
 
 def _prepare_folder(folder: Path, overwrite: bool, copied: Mapping[str, Path], ranks: Ranks) -> None:
-    """UserError if the folder holds what is not ours to replace."""
+    """UserError if the folder holds files that this job may not replace."""
 
     def prepare_folder() -> None:
         if overwrite and ranks.is_first:
@@ -185,7 +188,7 @@ def _with_formats_chosen(
     ranks: Ranks,
     progress: bool,
 ) -> tuple[QuantizeJob, dict[str, Any]]:
-    """The job in the formats that suit the budget best, and what the manifest says of the choice."""
+    """The job with the formats that suit the budget best, and the manifest's record of the choice."""
     text = job.text or read_calibration_text(job.checkpoint, budget_source(job.recipe, asked.calibration))
     mixed = ranks.in_turn("formats", lambda: mixed_recipe(job, source, budget, text, folder, progress))
     device = job.quantizer.device
@@ -203,7 +206,9 @@ def _quantize_into(
     ranks: Ranks,
     progress: bool,
 ) -> Artifact:
-    """Every file of the artifact, unless it is finished already; told: what its formats were chosen by."""
+    """Write every file of the artifact, unless it is finished already; told: the record of how formats were
+    chosen
+    """
     parameters = parameters_of(job, source, max_shard_bytes)
 
     def open_work() -> Artifact | WorkRecord:
@@ -225,7 +230,7 @@ def _quantize_into(
 
 
 def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bool) -> WorkRecord:
-    """The job's record; the first process leaves in it only what is whole."""
+    """The job's record; the first process removes unfinished shards from it."""
     record = open_record(folder, parameters)
     if ranks.is_first:
         damaged = record.drop_damaged()
@@ -241,7 +246,7 @@ def _write_all_shards(
 ) -> tuple[dict[str, list[WeightTask]], dict[str, Any]]:
     """Make the passes over all weights and over the text, then write the shards.
 
-    Returns the shards' tasks, and what the manifest says of the text. The first process reads the text; the
+    Returns the shards' tasks, and the manifest's record of the text. The first process reads the text; the
     others read the results that it has kept.
     """
     checkpoint, tasks = job.checkpoint, job.tasks.in_order
@@ -273,7 +278,7 @@ def _write_all_shards(
 
 
 def _require_room(record: WorkRecord, size: int) -> None:
-    """OSError, as from a full disk, where the shards that are not there yet do not fit."""
+    """Raises OSError, as a full disk does, if there is no room for the missing shards."""
     size -= sum(path.stat().st_size for path in record.folder.glob("*.safetensors"))
     free = shutil.disk_usage(record.folder).free
     if size > free:
@@ -307,7 +312,7 @@ def _refuse_inside_itself(checkpoint: Checkpoint, folder: Path) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn what a full or read-only disk says into a message that says what to do."""
+    """Turn the errors of a full or read-only disk into a message that says what to do."""
     try:
         yield
     except OSError as error:
@@ -342,7 +347,7 @@ def _say_fitted(job: QuantizeJob, progress: bool) -> None:
 
 
 def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> None:
-    """Not refused: a release gives its text to its rival's recipe too."""
+    """This is not refused, because a release passes its text to its rival's recipe too."""
     if calibration is not None and job.text is None:
         name = job.recipe.name
         _notice(

@@ -1,7 +1,7 @@
-"""The whole way in one call: quantize, layout, validate, push; resumed at the stage where it stopped.
+"""The whole pipeline in one call: quantize, layout, validate, push; continues at the stage where it stopped.
 
-What is done is read off the artifact itself, not off a log: a stage counts as done when its result is there
-and belongs to the same model, recipe, device, workload and bytes. Each stage has a command and a file.
+Progress is read from the artifact itself, not from a log: a stage is finished if its result exists and
+belongs to the same model, recipe, device, workload and bytes. Each stage has a command and a file.
 """
 
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ class Stage:
 
 @dataclass
 class ReleaseResult:
-    """push is None where the gate did not pass: nothing was published."""
+    """push is None if the gate did not pass: nothing was published."""
 
     artifact: Path
     stages: list[Stage] = field(default_factory=list)
@@ -114,7 +114,7 @@ def release(
 
 
 def _ask_first(source: Checkpoint, recipe: Recipe, request: ReleaseRequest, folder: Path, to: str) -> None:
-    """UserError where a later stage cannot succeed: better than after hours of quantizing."""
+    """UserError if a later stage cannot succeed: better than after hours of quantizing."""
     refuse_unserved_source(source, request)
     if lacking := lacking_tools(request):
         raise UserError("\n".join(lacking))
@@ -208,6 +208,6 @@ def _validate(result: ReleaseResult, rival: str | None, request: ReleaseRequest,
 
 
 def _note(result: ReleaseResult, name: str, skipped: bool, reason: str) -> None:
-    """Record a stage, and say it at once: the next one may take hours."""
+    """Record a stage, and print it at once, because the next one may take hours."""
     result.stages.append(Stage(name, skipped, reason))
     logger.info(f"{name}: {'done before, skipped; ' if skipped else ''}{reason}")

@@ -1,6 +1,8 @@
-"""What a release would make, measure and publish, and about how long that takes: `release --dry-run`.
+"""Preview of a release: what it makes, measures and publishes, and about how long it takes (`release
+--dry-run`).
 
-Refuses what `release` refuses before its first hour. Nothing is written or sent, and no server is started.
+It refuses everything that `release` refuses before it quantizes. Nothing is written or sent, and no server is
+started.
 """
 
 import math
@@ -43,7 +45,7 @@ from .release_request import (
 
 @dataclass(frozen=True)
 class ServingEstimate:
-    """What the verdict will rest on. `memory` is in bytes."""
+    """The basis of the verdict: workload, text and bounds. `memory` is in bytes."""
 
     ms: tuple[int, ...]
     drawn_ms: int
@@ -88,7 +90,7 @@ class ReleasePreview:
 def preview_release(
     model: str | Path, recipe: str | Path, to: str, *, work: str | Path = DEFAULT_WORK, **options: Any
 ) -> ReleasePreview:
-    """What `release` would do with the same arguments. UserError where it would refuse them."""
+    """Preview of `release` with the same arguments. UserError if it would refuse them."""
     model, chosen = str(model), load_recipe(recipe)
     request = read_request(options, chosen)
     publication = request.publication
@@ -163,7 +165,7 @@ def _serving_estimate(
 
 
 def _last_seconds(folder: Path) -> float | None:
-    """None where there is no verdict, or none that can be read."""
+    """None if there is no verdict, or it cannot be read."""
     if not (folder / VERDICT_NAME).is_file():
         return None
     try:

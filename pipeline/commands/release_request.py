@@ -34,7 +34,7 @@ GROUPS = (QuantizeOptions, *FOR_VALIDATE, PublishOptions)
 
 @dataclass(frozen=True)
 class ReleaseRequest:
-    """The options of one call of `release`, sorted."""
+    """The options of one call of `release`, grouped by stage."""
 
     making: QuantizeOptions
     validation: ValidateOptions
@@ -53,7 +53,7 @@ class ReleaseRequest:
 
     @property
     def device(self) -> str | None:
-        """Of what one process does, the first of them; None where it is left open."""
+        """The device of a single process: the first of several; None if it is left open."""
         asked = None if self.engine.device == AUTO else self.engine.device
         return self.devices[0] if self.devices else asked
 
@@ -62,14 +62,14 @@ class ReleaseRequest:
         return asked_workload(self.given, default_input_len(self.kv_cache), WorkloadSettings.seed)
 
     def bounds(self, recipe: Mapping[str, Any]) -> Bounds:
-        """The recipe's, with those that were given."""
+        """The recipe's bounds, with those that were given instead."""
         return asked_bounds(recipe, self.given)
 
 
 def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
     """The request that options of `release`, by name, and the recipe's claims make.
 
-    UserError where they ask for what cannot be released, or for servers too short for the workload.
+    UserError if the options cannot be released, or give servers too little context for the workload.
     """
     engine, placement = from_given(EngineOptions, given), from_given(Placement, given)
     validation = from_given(ValidateOptions, given)
@@ -103,15 +103,15 @@ def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
 
 
 def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
-    """UserError where the embedded engine is to serve a model that it cannot: else the servers would say so,
-    after hours of quantizing."""
+    """UserError if the embedded engine would have to serve a model that it cannot: otherwise the servers
+    would say so after hours of quantizing."""
     validation, workload = request.validation, request.workload
     if DEFAULT_ENGINE in (validation.engine, validation.engine_of_baseline):
         refuse_unserved(source, request.engine.max_model_len or workload.input_len + workload.output_len)
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:
-    """UserError where the settings alone make a verdict that would not be published."""
+    """UserError if the settings alone make a verdict that would not be published."""
     declared = declared_by(recipe.to_json())
     bounds, tokens = request.bounds(declared), request.validation.quality_tokens
     weak = weaker_settings(request.workload, bounds, tokens, declared, request.kv_cache)
@@ -125,7 +125,9 @@ def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:
 
 
 def _refuse_trials(given: Mapping[str, Any], engine: EngineOptions, recipe: Recipe) -> None:
-    """UserError for what only `validate` tries: another KV format or batch invariance than the recipe's."""
+    """UserError for options that only `validate` can try: another KV format or batch invariance than the
+    recipe's.
+    """
     if engine.kv_cache_dtype != AUTO:
         raise UserError(
             f"{flag('kv_cache_dtype')} tries a KV format out, but a release is served in the format that its "

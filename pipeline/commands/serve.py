@@ -1,4 +1,4 @@
-"""Serving a checkpoint over the OpenAI-compatible API: what to load, where to answer, for how long.
+"""Serving a checkpoint over the OpenAI-compatible API: loading, address and lifetime.
 
 Not the server itself: that is `serving_check/server`, which knows nothing of checkpoints.
 """
@@ -51,7 +51,7 @@ def serve(
 
 
 def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
-    """Where the checkpoint lies, once it is here: a Hub id is downloaded."""
+    """The checkpoint's folder; a Hub id is downloaded first."""
     folder = Path(artifact).expanduser()
     if folder.is_dir() and revision is None:
         return folder

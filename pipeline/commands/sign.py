@@ -11,7 +11,7 @@ from ..records.signature import Signature, check_signature, sign_file
 def sign(artifact: str | Path, key: str | Path) -> Signature:
     """Sign the verdict in the folder `artifact` with the SSH key in the file `key`.
 
-    UserError where there is no verdict, or where it does not hold for what lies there.
+    UserError if there is no verdict, or it does not match the files in the folder.
     """
     folder = Path(artifact).expanduser()
     found = examine(folder, Artifact.read(folder))

@@ -1,4 +1,4 @@
-"""Whether a verdict that an artifact has answers what a release asks now, or has to be given again."""
+"""Whether an artifact's existing verdict satisfies this release, or must be measured again."""
 
 import json
 from dataclasses import replace
@@ -41,7 +41,7 @@ def standing_pass(folder: Path, rival: str | None, request: ReleaseRequest) -> t
 def _other_question(
     verdict: Verdict, manifest: Artifact, rival: str | None, request: ReleaseRequest
 ) -> str | None:
-    """In what the verdict was asked otherwise than the request asks; None where in nothing."""
+    """The first setting in which the verdict differs from the request; None if they agree."""
     asked = request.validation
     workload = request.workload
     if request.given.get("seed") is None:
@@ -65,7 +65,7 @@ def _other_question(
 
 
 def _is_beside(verdict: Verdict, rival: str | None, revision: str | None) -> bool:
-    """Whether the rival of `verdict`, or that it has none, is what is asked now."""
+    """Whether the request names the same rival as `verdict`, or both name none."""
     if rival is None or verdict.rival is None:
         return rival is None and verdict.rival is None
     return describe_rival(open_checkpoint(rival, revision)).bytes_digest == verdict.rival.bytes_digest
@@ -76,7 +76,7 @@ def _text_asked(asked: ValidateOptions) -> tuple[str | None, int]:
 
 
 def changed_options(verdict: Verdict, request: ReleaseRequest) -> list[str]:
-    """The engine's options that are asked for otherwise than the verdict records them."""
+    """Engine options whose requested values differ from the verdict's."""
     recorded = verdict.environment.engine_options
     if recorded is None:
         return []

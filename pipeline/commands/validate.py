@@ -1,6 +1,6 @@
 """Proves, or refuses, that an artifact serves as fast as its baseline, and writes the verdict down.
 
-Checks what was asked for; the measuring is `validation/`, what is measured and decided `serving_check/`.
+Checks the arguments; `validation/` measures, `serving_check/` decides.
 """
 
 import secrets
@@ -75,7 +75,7 @@ def validate(
 
 
 def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None, progress: bool) -> Run:
-    """What is asked for, checked, with the defaults filled in; nothing has been started yet.
+    """One call's arguments, checked, with the defaults filled in; nothing has been started yet.
 
     given: options of `validate`, by name
     """
@@ -124,7 +124,7 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
 
 
 def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:
-    """With the batch invariance that the artifact claims, unless another one is given."""
+    """The engine options with the batch invariance that the artifact claims, unless one was given."""
     claim = _claim(manifest)
     return engine_options if claim == TUNED else {"batch_invariance": claim} | engine_options
 
@@ -134,7 +134,9 @@ def _claim(manifest: Artifact | None) -> BatchInvariance:
 
 
 def _shortest_context(checkpoints: Sequence[Checkpoint], workload: WorkloadSettings) -> int | None:
-    """In tokens; None if no checkpoint says its own. UserError if the workload does not fit one of them."""
+    """The shortest context in tokens; None if no checkpoint declares one. UserError if the workload does not
+    fit in one of them.
+    """
     for checkpoint in checkpoints:
         require_context(checkpoint, workload)
     return _least(each.context for each in checkpoints)
@@ -145,10 +147,10 @@ def _least(contexts: Iterable[int | None]) -> int | None:
 
 
 def _places(run: Run, asked: Path, report: Path | None) -> list[Place]:
-    """Where the verdict is written.
+    """The folders that the verdict is written to.
 
-    Not into a Hub id's snapshot, which is in the Hub's own cache; nor into an artifact that was served in a
-    layout, a KV format or a batch invariance that only this run forced.
+    Not a Hub id's snapshot, which belongs to the Hub's cache; nor an artifact that was served with a layout,
+    KV format or batch invariance forced by this run.
     """
     as_made = replace(baseline_options(run.options), batch_invariance=_claim(run.manifest))
     folder, places = run.artifact.folder, []
@@ -160,7 +162,7 @@ def _places(run: Run, asked: Path, report: Path | None) -> list[Place]:
 
 
 def _unchanged_manifest(checkpoint: Checkpoint) -> Artifact | None:
-    """The artifact's manifest; None for a checkpoint that is not ours. UserError where its bytes changed."""
+    """The artifact's manifest; None for a checkpoint that is not ours. UserError if its bytes changed."""
     manifest = checkpoint.manifest
     if manifest is None:
         return None

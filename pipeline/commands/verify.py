@@ -1,6 +1,6 @@
 """Checks a release that anybody published: its files, its records, its figures, its policy and its signature.
 
-Nothing is measured again; what unsigned digests cannot promise is said in the README.
+Nothing is measured again; docs/publishing.md says what unsigned digests cannot prove.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ ONLY_TOLD = "signature"
 
 @dataclass(frozen=True)
 class Verification:
-    """What `pipeline verify` shows: a line for everything that was looked at."""
+    """The output of `pipeline verify`: a line for each thing that was checked."""
 
     model: str
     revision: str | None
@@ -32,10 +32,10 @@ class Verification:
 
     @property
     def holds(self) -> Holds:
-        """No where anything does not hold, unknown where anything that matters cannot be told, else yes.
+        """No if anything does not hold, unknown if anything that matters cannot be decided, else yes.
 
-        A missing signature that nobody asked for is told and decides nothing. A card that is not the records'
-        is unknown: it may claim what they do not.
+        A missing signature is reported, but affects the result only if signers were given. A card that
+        differs from the records' card is unknown: it may claim what they do not.
         """
         found = {
             finding.holds for finding in self.findings if finding.name != ONLY_TOLD or finding.holds == "no"
@@ -44,7 +44,7 @@ class Verification:
 
     @property
     def exit_status(self) -> int:
-        """As the gate's: 0 holds, 1 does not, 2 cannot be told."""
+        """Exit status as for the gate: 0 holds, 1 does not hold, 2 cannot be decided."""
         return {"yes": 0, "no": 1, "unknown": 2}[self.holds]
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Verification:
 def verify(model: str | Path, revision: str | None = None, signers: str | Path | None = None) -> Verification:
     """Hold the records of `model`, a folder or a Hub id, against its files and against one another.
 
-    signers: an allowed-signers file (`ssh-keygen(1)`); the verdict must then be signed by one of them
+    signers: an allowed-signers file (`ssh-keygen(1)`); one of them must have signed the verdict
     """
     folder, commit = Path(model).expanduser(), None
     if not folder.is_dir():
@@ -81,7 +81,7 @@ def verify(model: str | Path, revision: str | None = None, signers: str | Path |
 
 
 def _card(folder: Path, manifest: Artifact, verdict: Verdict, target: str) -> Finding:
-    """Whether the card says what Scalegate makes of these records; the one file that no digest binds."""
+    """Whether the card equals the one that Scalegate makes from these records; no digest covers the card."""
     try:
         card = write_card(folder, manifest, verdict, target.removeprefix("folder:"), target)
         same = (folder / CARD_NAME).read_text(encoding="utf-8") == card

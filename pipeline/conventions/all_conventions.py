@@ -10,7 +10,9 @@ __all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
 
 
 def convention_of(checkpoint: Checkpoint) -> Convention:
-    """The convention the checkpoint declares; UserError naming what was found where it is not one we read."""
+    """The convention that the checkpoint declares; UserError with its name if it is not one that Scalegate
+    reads.
+    """
     for _, convention in CONVENTIONS.items():
         if convention.recognizes(checkpoint):
             return convention

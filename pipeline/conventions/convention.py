@@ -1,7 +1,7 @@
 """The convention seam: how a published checkpoint writes quantized weights down, and how one is written.
 
 One file in this folder for each convention; `all_conventions.py` registers them. No convention knows a
-kernel, and this file holds no logic beyond describing a weight that lies in a checkpoint.
+kernel, and this file has no logic beyond describing a weight in a checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,12 @@ from ..checkpoints.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One linear weight [N, K] as it lies in a checkpoint: known from headers and config, no data read yet.
+    """One linear weight [N, K] in a checkpoint: known from headers and config, with no data read yet.
 
     spec:       its format; Unquantized where it is only stored compactly (FP8 blocks)
     tensors:    the names of the checkpoint tensors it is made of
     read:       reads them and returns the weight, on the CPU; a plain tensor where it is not quantized
-    read_input: reads how the layer's input is quantized as well; None where it stays as it is
+    read_input: reads how the layer's input is quantized as well; None if it stays as it is
     shared:     those of `tensors` that must be equal, bit for bit, in all weights that are merged along N
     stored_as:  what `inspect` calls the format, where that is not the spec's own name
     """
@@ -58,22 +58,22 @@ class Convention(Protocol):
 
     @property
     def reads(self) -> str:
-        """What it reads, in a few words for an error."""
+        """The form that it reads, in a few words for an error."""
         ...
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint declares this convention; nothing is validated yet."""
+        """Whether the checkpoint declares this convention; nothing else is checked."""
         ...
 
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         """Every quantized linear weight by its module's name in the checkpoint.
 
-        Raises UserError where the scheme is not one we read, or the config and the tensors disagree.
+        Raises UserError if the scheme is not one we read, or the config and the tensors disagree.
         """
         ...
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
-        """Whether the config says that this linear module is quantized, by its name in the checkpoint."""
+        """Whether the config declares this linear module quantized, by its name in the checkpoint."""
         ...
 
 
@@ -82,7 +82,7 @@ class ExcludingConvention(Protocol):
     """A convention whose config names modules that are not quantized."""
 
     def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
-        """The pattern by which the config keeps `module`, by its stored name, out; None for none."""
+        """The config's pattern that excludes `module`, by its stored name; None if there is none."""
         ...
 
 
@@ -90,22 +90,22 @@ class ExportConvention(Convention, Protocol):
     """A convention that an artifact can be written in."""
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
-        """None where `module` can be written in `spec`, otherwise the reason and what to do instead."""
+        """None if `module` can be written in `spec`, otherwise the reason and a remedy."""
         ...
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
-        """The checkpoint tensors that stand for `<module>.weight`, by full name.
+        """The checkpoint tensors that store `<module>.weight`, by full name.
 
-        inputs: how the layer's input is rounded, where the weight's spec says that it is
+        inputs: how the layer's input is rounded, if the weight's spec quantizes activations
         """
         ...
 
     def quantization_config(
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """What goes into `config.json`: `specs` holds every quantized module's.
+        """The `quantization_config` for `config.json`: `specs` holds the format of every quantized module.
 
-        `ignore` names the linear layers that stay unquantized, `embeddings` those modules that are none.
+        `ignore` names the linear layers that stay unquantized, `embeddings` the modules that are not linear.
         """
         ...
 
@@ -122,11 +122,11 @@ class ExportConvention(Convention, Protocol):
         ...
 
     def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """JSON files that lie beside `config.json`, by name; `config` is the `quantization_config` in it."""
+        """Further JSON files beside `config.json`, by name; `config` is the `quantization_config` in it."""
         ...
 
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        """The spec's, but where this convention stores more than the format has."""
+        """The bytes of the spec, unless this convention stores more than the format needs."""
         ...
 
 
@@ -135,7 +135,9 @@ class KVCacheConvention(Protocol):
     """An export convention that has a place for how keys and values are stored."""
 
     def kv_cache(self, kv_format: str) -> dict[str, Any] | None:
-        """What `quantization_config` says of it besides; None for a format that it does not know."""
+        """The entries of `quantization_config` for a KV format; None for a format that the convention does
+        not know.
+        """
         ...
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
@@ -144,12 +146,12 @@ class KVCacheConvention(Protocol):
 
 
 def kv_declaration(convention: ExportConvention, kv_format: str) -> dict[str, Any] | None:
-    """How `convention` declares `kv_format`; None where it cannot."""
+    """How `convention` declares `kv_format`; None if it cannot."""
     return convention.kv_cache(kv_format) if isinstance(convention, KVCacheConvention) else None
 
 
 def kv_scale_names(convention: ExportConvention, attention: str) -> tuple[str, str]:
-    """Where the scales of an attention module lie; as compressed-tensors has them where nothing is said."""
+    """The place of an attention module's scales; by default as in compressed-tensors."""
     if isinstance(convention, KVCacheConvention):
         return convention.kv_scale_names(attention)
     return f"{attention}.k_scale", f"{attention}.v_scale"

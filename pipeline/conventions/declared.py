@@ -1,8 +1,8 @@
 """Declared against stored: a config held to its files, for all conventions.
 
-It finds modules that are excluded and yet packed, and scales that are none. What only the architecture tells
-(a linear layer that is declared quantized and lies plain, tied weights that differ) is
-`model_loader/contradictions.py`.
+It finds modules that are stored packed although the config excludes them, and invalid scales.
+`model_loader/contradictions.py` has the checks that need the architecture (a layer that is declared quantized
+but stored plain, tied weights that differ).
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ NAMED = 8
 def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     """Every linear weight that its convention describes, by module; reading a spoilt scale is refused.
 
-    UserError where the config excludes a module that the files hold packed: readers would take it for plain.
+    UserError if the config excludes a module that is stored packed: readers would take it for plain.
     """
     convention = convention_of(checkpoint)
     stored = convention.modules(checkpoint)
@@ -71,7 +71,7 @@ def _refuse(checkpoint: Checkpoint, spoilt: list[str]) -> None:
 
 
 def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor:
-    """What `weight` reads; packed, its scales are read once more only where they are not sound."""
+    """The weight that `weight` reads; if its scales are invalid, they are read again to name the problem."""
     value = weight.read()
     if isinstance(value, Tensor):
         _refuse(checkpoint, list(_spoilt(checkpoint, weight)))
@@ -86,7 +86,7 @@ def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor
 
 
 def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
-    """What is wrong with the scales of one weight, by tensor."""
+    """The problems of one weight's scales, by tensor."""
     scales = [
         part
         for name in weight.tensors
@@ -103,7 +103,7 @@ def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
 
 
 def _scales_of(info: TensorInfo) -> list[TensorInfo]:
-    """The numbers that multiply codes: a tensor itself, or those that a decoded one is made from."""
+    """The tensors that multiply codes: the tensor itself, or the sources of a decoded tensor."""
     parts = info.parts if isinstance(info, DecodedTensor) else (info,)
     return [part for part in parts if part.dtype.is_floating_point or part.name.endswith(E8M0_SCALES)]
 
@@ -116,7 +116,7 @@ def _said_of_numbers(part: TensorInfo) -> str | None:
 
 
 def _hides_codes(checkpoint: Checkpoint, weight: StoredWeight) -> bool:
-    """Whether a scale of zero stands before codes that are not zero: a block of zeros has both."""
+    """Whether a scale of zero belongs to codes that are not zero; a block of zeros has both."""
     value = weight.read()
     if isinstance(value, Tensor):
         info = checkpoint.tensors[f"{weight.module}.weight"]
@@ -142,7 +142,7 @@ def _without_zeros(scale: Tensor) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
-    """The smallest and the largest absolute value; both NaN where there is a NaN."""
+    """The smallest and the largest absolute value; both NaN if there is a NaN."""
     if not values.numel() or not values.is_floating_point():
         return 1.0, 1.0
     low, high = _wide(values).abs().aminmax()
@@ -150,5 +150,5 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Float8 in fp32, since few operations take it."""
+    """Float8 converted to fp32, since few operations support float8."""
     return values.float() if values.element_size() == 1 else values

@@ -1,6 +1,6 @@
 """Checkpoints in 4 or 8 bits that are read as sources and baselines: MXFP4, GPTQ, AWQ, bitsandbytes.
 
-`checkpoints/` decodes their tensors when it opens one; here is only what they are called.
+`checkpoints/` decodes their tensors when it opens a checkpoint; this file only has their names.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""FP8 sources of every maker: E4M3 or E5M2 weights with one scale each, one a row, or one for each block.
+"""FP8 sources of every maker: E4M3 or E5M2 weights with one scale each, one per row, or one per block.
 
 DeepSeek's, Qwen's, Mistral's and FBGEMM's are known here; compressed-tensors' and ModelOpt's by their own
 conventions, which ask this file for the weights. A source is read as the 16-bit weights that it stands for,
@@ -38,7 +38,7 @@ class FP8:
 
 
 def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
-    """Every linear weight in FP8, by module. UserError where a scale is absent or misshapen."""
+    """Every linear weight in FP8, by module. UserError if a scale is absent or misshapen."""
     return {
         name.removesuffix(WEIGHT): stored_float8(checkpoint, name.removesuffix(WEIGHT))
         for name, info in checkpoint.tensors.items()

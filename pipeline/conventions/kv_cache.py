@@ -2,7 +2,7 @@
 
 Not for storing keys and values; that is `layouts/kv/format.py`. Read as vLLM reads it: `kv_cache_scheme` of
 compressed-tensors and ModelOpt, `kv_cache_quant_algo` of ModelOpt's sidecar, and `k_scale` and `v_scale`
-tensors, multipliers all. What no convention declares is in an artifact's `scalegate.json`.
+tensors, multipliers all. If no convention can declare a format, the artifact's `scalegate.json` does.
 """
 
 import re
@@ -30,7 +30,7 @@ SCALE = re.compile(
 
 @dataclass(frozen=True)
 class KVCache:
-    """How to store keys and values: a name in `KV_FORMATS`, and by layer the scales it takes."""
+    """How to store keys and values: a name in `KV_FORMATS`, and the scales by layer."""
 
     kv_format: str
     scales: Mapping[int, KVScales] = field(default_factory=dict)
@@ -43,9 +43,9 @@ def kv_cache_of(checkpoint: Checkpoint, asked: str = AUTO) -> KVCache:
 
 
 def declared_kv_format(checkpoint: Checkpoint) -> str:
-    """A name in `KV_FORMATS`, or what the checkpoint calls a format that is not there.
+    """A name in `KV_FORMATS`, or the checkpoint's name of an unsupported format.
 
-    The manifest's where there is one: it knows every format, and was written with the config.
+    The manifest's format if there is a manifest: it knows every format, and was written with the config.
     """
     in_config = _in_config(checkpoint)
     if checkpoint.manifest is None:

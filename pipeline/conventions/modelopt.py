@@ -1,6 +1,7 @@
-"""ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json and beside
+"""ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json and in a
+second file.
 
-`W4A16_NVFP4` and `NVFP4` store the weights alike; `NVFP4` quantizes activations as well.
+`W4A16_NVFP4` and `NVFP4` store the weights in the same way; `NVFP4` quantizes activations as well.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
 
 @dataclass(frozen=True)
 class NVFP4Tensors:
-    """What a convention calls them, after the module's name.
+    """The convention's names of a module's tensors, after the module's name.
 
     packed: uint8 [N, K/2]; scale: E4M3 [N, K/16]; global_scale, input_scale: fp32, one number each
     divides: whether those two are stored as divisors; otherwise they multiply
@@ -27,7 +27,7 @@ class NVFP4Tensors:
     divides: bool
 
     def stored(self, checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:
-        """The weight of `module`; UserError where its tensors are not what NVFP4 makes them."""
+        """The weight of `module`; UserError if its tensors are not valid NVFP4."""
         packed, scale = module + self.packed, module + self.scale
         global_scale, input_scale = module + self.global_scale, module + self.input_scale
         n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
@@ -56,9 +56,10 @@ class NVFP4Tensors:
         return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
 
     def written(self, module: str, weight: NVFP4Weight, inputs: InputFormat | None) -> dict[str, Tensor]:
-        """The tensors of `module`, by full name; read back they are equal where 1/(1/global_scale) is it.
+        """The tensors of `module`, by full name; reading them back gives equal numbers if 1/(1/global_scale)
+        equals global_scale.
 
-        inputs: an NVFP4Input that multiplies, where the weight's spec has `activations`
+        inputs: an NVFP4Input that multiplies, if the weight's spec has `activations`
         """
         if (inputs is not None) != weight.spec.activations:
             raise ValueError(f"{module}: {weight.spec.label}, and a scale of its inputs is {inputs}")

@@ -1,4 +1,4 @@
-"""Our own convention, for formats that no published one of safetensors stores: IQ2_XXS.
+"""Scalegate's own convention, for formats that no published convention stores in safetensors: IQ2_XXS.
 
 `quantization_config` is `{"quant_method": "scalegate", "format": "iq2-xxs", "modules": [...], "ignore":
 [...]}`, and a module's tensors are those of its format: `<module>.weight_words` int32 [N, K/16],
@@ -81,7 +81,7 @@ class Scalegate:
 
 
 def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWeight:
-    """The weight of `module`; UserError where its tensors are not what the format makes them."""
+    """The weight of `module`; UserError if its tensors are not valid in the format."""
     small = spec.random(1, spec.column_multiple, META).tensors()
     names = {part: f"{module}{PREFIX}{part}" for part in small}
     found = {part: require_tensor(checkpoint, names[part], (tensor.dtype,)) for part, tensor in small.items()}

@@ -1,6 +1,7 @@
 """Checks that every convention makes of its tensors: presence, dtype and shape.
 
-The errors name the tensor, what the config promises and what the file holds. Not for reading weights.
+The errors name the tensor, the shape or dtype by the config, and the one in the file. Not for reading
+weights.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def require_tensor(
     shape: tuple[int, ...] | None = None,
     because: str = "the quantization config calls for it",
 ) -> TensorInfo:
-    """The checkpoint's entry for `name`; UserError where it is absent or not what it has to be."""
+    """The checkpoint's entry for `name`; UserError if it is missing or has another shape or dtype."""
     info = checkpoint.tensors.get(name)
     if info is None:
         raise UserError(
@@ -54,7 +55,7 @@ def scalar_shape(checkpoint: Checkpoint, name: str) -> None:
 
 
 def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The one number in `name`, fp32 []; UserError where no scale can be that."""
+    """The one number in `name`, fp32 []; UserError if no scale can be that."""
     value = checkpoint.read(name).float().reshape(())
     if not bool(torch.isfinite(value)) or float(value) <= 0:
         raise UserError(f"{checkpoint.source}: {name} is {float(value)}; it has to be positive")
@@ -62,7 +63,7 @@ def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def refuse_shape(checkpoint: Checkpoint, name: str, spec: WeightFormat, n: int, k: int) -> None:
-    """UserError if the format cannot hold a weight [n, k], which `name` is."""
+    """UserError if the format cannot hold the weight `name` [n, k]."""
     reason = spec.refuses(n, k)
     if reason is not None:
         raise UserError(f"{checkpoint.source}: {name} cannot be {spec.label}: {reason}")
@@ -79,6 +80,6 @@ def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
 
 
 def not_converted(checkpoint: Checkpoint, module: str) -> str | None:
-    """The entry of transformers' `modules_to_not_convert` that keeps `module` out; None for none."""
+    """The entry of transformers' `modules_to_not_convert` that excludes `module`; None if there is none."""
     patterns = (checkpoint.quantization_config or {}).get("modules_to_not_convert") or []
     return next((pattern for pattern in patterns if matches_wildcard(pattern, module)), None)

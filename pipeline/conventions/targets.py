@@ -35,7 +35,7 @@ def matches_wildcard(pattern: str, module: str) -> bool:
 
 
 def as_patterns(groups: Mapping[Group, Sequence[str]], others: Iterable[str]) -> dict[Group, list[str]]:
-    """Write each group's module names as few patterns, none of which names a module of another group.
+    """Write each group's module names as few patterns that match no module of another group.
 
     Names that differ only in numbers (layers, experts) become one regular expression, provided that every
     known name of that form is in the same group; the rest stay as they are. `others` are names in no group.

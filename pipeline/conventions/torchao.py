@@ -1,6 +1,6 @@
 """torchao: tensor subclasses flattened into safetensors, their attributes as JSON in the file's header.
 
-What the subclasses hold is in a file for each weight format, `torchao_int4.py` and `torchao_nvfp4.py`.
+Each subclass has a file: `torchao_int4.py` and `torchao_nvfp4.py`.
 """
 
 import json
@@ -123,7 +123,7 @@ class TorchAO:
 
 
 def _subclasses(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """What the headers of all files say of each tensor that is not a plain one."""
+    """The headers' entries, over all files, for each tensor that is not plain."""
     described: dict[str, dict[str, Any]] = {}
     for file in checkpoint.shards:
         for name, text in checkpoint.metadata(file).items():

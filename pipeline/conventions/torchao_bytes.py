@@ -5,8 +5,8 @@ INT4 tiles (`tile_packed_to_4d`, torch's `_convert_weight_to_int4pack`) of codes
     words int32 [N/8, K/128, 32, 4]; word [a, b, t, j] holds row n = 8a + t/4
     and, in nibble 4·odd + 2·tile + half, column k = 128b + 32j + 16·tile + 8·half + 2·(t mod 4) + odd
 
-which is how the lanes t of a warp want the B operand of m16n8k16. Each (n, group) has a scale and a shift,
-the value of code 8: w = (code - 8) * scale + shift, [K/g, N, 2] bf16.
+which is the order in which the lanes t of a warp read the B operand of m16n8k16. Each (n, group) has a scale
+and a shift, the value of code 8: w = (code - 8) * scale + shift, [K/g, N, 2] bf16.
 """
 
 import torch
@@ -24,7 +24,7 @@ TO_WORDS = (0, 2, 1, 6, 3, 7, 4, 5)
 
 
 def pad_to_tiles(weight: Int4Weight) -> Int4Weight:
-    """The weight with zero rows and columns added until whole tiles hold it; activations are padded alike."""
+    """The weight padded with zero rows and columns to whole tiles; activations are padded in the same way."""
     n, k = weight.shape
     rows, columns = -n % N_MULTIPLE, -k % K_MULTIPLE
     groups = weight.spec.groups(columns)
@@ -79,7 +79,7 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def unswizzle(scale: Tensor, n: int, groups: int) -> Tensor:
-    """Blocked NVFP4 scales to [n, groups]. In a block, row r and column c lie at [r mod 32, 4·(r/32) + c]."""
+    """Blocked NVFP4 scales to [n, groups]. In a block, row r and column c are at [r mod 32, 4·(r/32) + c]."""
     row_blocks, column_blocks = -(-n // 128), -(-groups // 4)
     # As bytes: not every device permutes float8.
     blocks = scale.contiguous().view(torch.uint8).reshape(row_blocks, column_blocks, 32, 4, 4)

@@ -27,7 +27,7 @@ class Form(Protocol):
         ...
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        """None where it can hold weights of `spec`, otherwise the reason in a few words."""
+        """None if it can hold weights of `spec`, otherwise the reason in a few words."""
         ...
 
     def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ class Form(Protocol):
         ...
 
     def described(self, spec: WeightFormat, shape: tuple[int, int]) -> dict[str, Any]:
-        """Its entry in the header: `_data` and `_tensor_data_names`."""
+        """The header's entry for it: `_data` and `_tensor_data_names`."""
         ...
 
     def config(self, spec: WeightFormat) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """torchao's INT4: Int4TilePackedTo4dTensor, written and read, and Int4Tensor, read.
 
-The former is the only INT4 form that stock torchao both stores and multiplies. Its product needs CUDA,
-compute capability 8.0, its bytes do not.
+The former is the only INT4 form that stock torchao both stores and multiplies. Its product needs CUDA with
+compute capability 8.0; its bytes do not.
 """
 
 from collections.abc import Mapping

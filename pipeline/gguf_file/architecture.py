@@ -1,4 +1,4 @@
-"""What llama.cpp has to be told of a model besides its weights, from its config: names, sizes, rope.
+"""The facts that llama.cpp needs about a model besides its weights, from its config: names, sizes, rope.
 
 Only architectures whose tensors the `gguf` package names one for one: dense Llama, Mistral, Qwen2 and Qwen3.
 """
@@ -44,7 +44,7 @@ ROPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's config as GGUF's keys and names want it."""
+    """A model's config in GGUF's keys and names."""
 
     source: str
     arch: gguf.MODEL_ARCH
@@ -52,7 +52,7 @@ class Architecture:
 
     @classmethod
     def of(cls, source: str, config: Mapping[str, Any]) -> "Architecture":
-        """UserError for a model that llama.cpp would not read as it is, naming what is in the way."""
+        """UserError with the reason for a model that llama.cpp would read differently."""
         model_type = config.get("model_type")
         if model_type not in ARCHITECTURES:
             raise UserError(
@@ -83,7 +83,7 @@ class Architecture:
         return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
 
     def tensor_name(self, name: str) -> str:
-        """GGUF's name of the checkpoint tensor `name`. UserError where it has none."""
+        """GGUF's name of the checkpoint tensor `name`. UserError if it has no such number."""
         names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
@@ -91,9 +91,10 @@ class Architecture:
         return found
 
     def row_order(self, name: str) -> Tensor | None:
-        """The rows of tensor `name` as llama.cpp wants them; None where they stay.
+        """The rows of tensor `name` in llama.cpp's order; None if the order is the same.
 
-        Its Llama rotates neighbouring pairs of a head's rows, transformers' a head's two halves.
+        llama.cpp's Llama rotates neighbouring pairs of a head's rows, transformers rotates a head's two
+        halves.
         """
         if self.arch is not gguf.MODEL_ARCH.LLAMA:
             return None
@@ -131,7 +132,7 @@ class Architecture:
         return float(_rope(self.config).get("rope_theta") or ROPE_THETA)
 
     def rope_factors(self) -> Tensor | None:
-        """What llama3's rope divides each frequency by, fp32 [head_dim / 2]; None for other kinds.
+        """The divisors of llama3's rope for each frequency, fp32 [head_dim / 2]; None for other kinds.
 
         llama.cpp has no name for this rope; it reads the factors as a tensor.
         """
@@ -150,6 +151,6 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rope section, where older configs have theirs at the top."""
+    """The rope section; older configs have its keys at the top."""
     section = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta")} | section

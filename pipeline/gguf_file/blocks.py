@@ -20,7 +20,7 @@ ROWS_AT_ONCE = 4096
 
 
 def to_blocks(weight: IQ2XXSWeight) -> np.ndarray:
-    """uint8 [N, K/256 * 66], a row of the GGUF tensor each."""
+    """uint8 [N, K/256 * 66]: each row is one row of the GGUF tensor."""
     _require_little_endian()
     n, super_blocks = weight.scale.shape
     scale = weight.scale.contiguous().numpy().view(np.uint8).reshape(n, super_blocks, SCALE_BYTES)

@@ -1,8 +1,8 @@
 """Writing a whole checkpoint as one GGUF file that llama.cpp reads, a tensor at a time.
 
-IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no GGUF type holds their
-numbers; what is not quantized stays in its dtype, and vectors become fp32, as llama.cpp wants them.
-If asked to, it rounds all matrices but those in IQ2_XXS to Q8_0.
+IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no GGUF type holds their numbers;
+unquantized tensors keep their dtype, and vectors become fp32, as llama.cpp requires. On request, it rounds
+all matrices except those in IQ2_XXS to Q8_0.
 """
 
 import errno
@@ -43,7 +43,9 @@ DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor to write: its GGUF name and type, the shape [N, bytes of a row] of its bytes, and those."""
+    """One tensor to write: its GGUF name and type, the shape [N, bytes of a row] of its bytes, and the
+    bytes.
+    """
 
     name: str
     type: GGMLQuantizationType
@@ -57,7 +59,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFSummary:
-    """What a GGUF file holds.
+    """The contents of a GGUF file.
 
     tensors:           the number of each GGUF type
     without_tokenizer: why it has no tokenizer; None if it has one
@@ -69,7 +71,7 @@ class GGUFSummary:
 
 
 def write_gguf(checkpoint: Checkpoint, out: Path, matrices: str = BF16, progress: bool = True) -> GGUFSummary:
-    """Write `checkpoint` to `out`, atomically. UserError for what llama.cpp could not read.
+    """Write `checkpoint` to `out`, atomically. UserError for a model that llama.cpp could not read.
 
     matrices: one of `MATRICES`
     """

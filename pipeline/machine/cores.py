@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how many of them a model's threads should take.
+"""The number of cores that this process may use, and the number of threads for a model.
 
 Nothing here imports torch: the answer has to be known before OpenMP is loaded.
 """
@@ -17,8 +17,8 @@ def model_threads() -> int:
     """Threads for a model: a core is left to the HTTP side of a server and to its clients.
 
     Never more than physical cores. On two cores one thread decodes as fast as two (263 against 282 tok/s with
-    the bundled model at M=1, 1901 against 2446 at M=16) and twice as fast where something else runs (1864
-    against 665 at M=16): a step that waits for two threads waits for the slower of two cores.
+    the bundled model at M=1, 1901 against 2446 at M=16), and faster if something else runs (1864 against 665
+    at M=16): a step with two threads waits for the slower of two cores.
     """
     physical = psutil.cpu_count(logical=False) or available_cores()
     return max(1, min(physical, available_cores() - 1))

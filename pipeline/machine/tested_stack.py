@@ -31,7 +31,7 @@ class UntestedPackage:
 
 
 def untested_packages() -> list[UntestedPackage]:
-    """Empty where this tree is not installed: there are no bounds to read."""
+    """Empty if this tree is not installed: there are no bounds to read."""
     return list(_outside_bounds())
 
 

@@ -18,7 +18,7 @@ from .skeleton import build_skeleton, meta_model
 def attention_layers_of(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
 ) -> dict[int, AttentionLayer]:
-    """By layer index, what its storage on `device` holds. UserError for a model that cannot be served."""
+    """By layer index, the layer's storage on `device`. UserError for a model that cannot be served."""
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
     _skip_experts(model)
@@ -27,7 +27,7 @@ def attention_layers_of(
 
 
 def refuse_unserved(checkpoint: Checkpoint, length: int) -> None:
-    """UserError where the embedded engine cannot serve the checkpoint; none of its weights is read.
+    """UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
     length: tokens of a request, prompt and answer
     """

@@ -1,7 +1,7 @@
-"""What a checkpoint's config says of its weights, held to what lies in its files, before anything is served.
+"""Compares a checkpoint's config with the tensors in its files, before anything is served.
 
-Layers that are declared quantized and lie plain, and tied weights that differ. What can be told without the
-architecture is `conventions/declared.py`; not for what other readers would make of it (`validation/`).
+Layers that are declared quantized and lie plain, and tied weights that differ. `conventions/declared.py` has
+the checks that do not need the architecture; `validation/` checks how other readers read the files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from .weight_map import Assignment, map_weights
 
 
 def refuse_contradictions(checkpoint: Checkpoint) -> None:
-    """UserError where config and files contradict each other, or a scale is none. Scales are all read."""
+    """UserError if config and files contradict each other, or a scale is invalid. Scales are all read."""
     stored = stored_weights(checkpoint)
     refuse_spoilt_scales(checkpoint, stored)
     if not any(weight.is_quantized for weight in stored.values()):
@@ -43,7 +43,7 @@ def refuse_misdeclared(
     model: PreTrainedModel,
     assignments: Sequence[Assignment],
 ) -> None:
-    """UserError where a layer is declared quantized and lies plain, or two tensors that are tied differ.
+    """UserError if a layer is declared quantized but stored plain, or two tied tensors differ.
 
     Only of quantized checkpoints: a source that ties two tensors is quantized into an artifact that does not.
     """

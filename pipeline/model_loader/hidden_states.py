@@ -1,4 +1,4 @@
-"""The hidden states of a text between two decoder layers: on the GPU, in memory, or in a file where they are
+"""The hidden states of a text between two decoder layers: on the GPU, in memory, or in a file if there are
 many.
 
 Read and written a few sequences at a time. The file is unlinked as soon as it is open, so nothing is left of
@@ -32,9 +32,9 @@ class HiddenStates:
         device: torch.device = CPU,
         for_variants: bool = False,
     ):
-        """folder: where they are spilled; the system's own for temporary files if left out
-        device: where the layers run
-        for_variants: they stand for many variants of a text, where little else is in a GPU's memory
+        """folder: where they are spilled; by default the system's folder for temporary files device: where
+        the layers run for_variants: they hold many variants of a text, so a GPU's memory has room for little
+        else
         """
         self.shape, self.dtype = shape, dtype
         self.bytes_each = shape[1] * shape[2] * dtype.itemsize
@@ -48,7 +48,7 @@ class HiddenStates:
             self._tensor = torch.empty(shape, dtype=dtype, device=self.device)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Sequences `start:stop`, as many of them as there are, in memory of their own."""
+        """Sequences `start:stop`, as far as they exist, in their own memory."""
         stop = min(stop, self.shape[0])
         if not self.is_spilled:
             return self._tensor[start:stop].clone()
@@ -69,7 +69,9 @@ class HiddenStates:
 
 
 class StatesPart:
-    """Sequences `first` to `first + count` of hidden states that stand for several texts, as those of one."""
+    """Sequences `first` to `first + count` of hidden states that hold several texts, as the states of one
+    text.
+    """
 
     def __init__(self, whole: HiddenStates, first: int, count: int):
         self._whole, self._first, self._count = whole, first, count

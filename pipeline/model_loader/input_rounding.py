@@ -18,7 +18,9 @@ Parts = list[tuple[int, InputFormat]]
 
 
 class InputRounding(TorchFunctionMode):
-    """Rounds the input of every `F.linear` whose weight it was told of; it knows a weight by its address."""
+    """Rounds the input of every `F.linear` whose weight was registered; it recognizes a weight by its
+    address.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Running a checkpoint's decoder layers one after another: one layer's weights in memory at a time.
 
-The model's own forward is run for every few sequences, with every layer but one replaced: so each layer gets
-the masks, positions and whatever else its architecture hands it. Not for what is looked for in a layer's
-inputs; `calibration.py` says that.
+The model's own forward runs for a few sequences at a time, with every layer but one replaced: so each layer
+gets the masks, positions and other arguments that its architecture passes. Not for the statistics of a
+layer's inputs: `calibration.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,9 @@ class LayerStream:
         spill: Path | None = None,
         round_inputs: bool = False,
     ):
-        """round_inputs: as the checkpoint says; otherwise one that quantizes activations is refused"""
+        """round_inputs: as the checkpoint says; otherwise a checkpoint that quantizes activations is
+        refused
+        """
         self.checkpoint, self.sequences, self.device = checkpoint, sequences, device
         few = len(sequences) <= SEQUENCES_AT_ONCE
         # In two parts at least, so that one can be held aside while rounding is learned from the other.
@@ -91,7 +93,7 @@ class LayerStream:
             self.rounding.add(assignment.target, self.model.get_parameter(assignment.target), parts)
 
     def tensor_of(self, target: str) -> str | None:
-        """The checkpoint's tensor that is this parameter as it lies; None where there is no single one."""
+        """The checkpoint's tensor that is this parameter as it lies; None if there is no single one."""
         return next(
             (
                 assignment.names[0]
@@ -102,14 +104,14 @@ class LayerStream:
         )
 
     def put(self, tensor: str, value: Tensor) -> None:
-        """`value` in the place of that tensor of the checkpoint, in a layer that has its weights."""
+        """`value` in the form of that tensor of the checkpoint, for a layer that has its weights."""
         for assignment in self.assignments:
             if assignment.names == [tensor]:
                 parameter = self.model.get_parameter(assignment.target)
                 parameter.data = value.to(parameter)
 
     def drop(self, name: str) -> None:
-        """Give the layer's memory back. UserError where inputs were to be rounded that were not met."""
+        """Give the layer's memory back. UserError if inputs were to be rounded that were not met."""
         if self.rounding is not None and (missed := self.rounding.drop(f"{name}.")):
             raise UserError(
                 f"{self.checkpoint.source}: {missed[0]} rounds its input too, but "
@@ -124,7 +126,7 @@ class LayerStream:
         return_freed_memory()
 
     def run(self, name: str, start: int, states: AnyStates | None = None) -> Tensor:
-        """What the layer makes of the sequences from `start` on: [n, T, hidden] on the device.
+        """The layer's outputs for the sequences from `start` on: [n, T, hidden] on the device.
 
         states: others than the stream's own
         """
@@ -144,18 +146,18 @@ class LayerStream:
             after.write(start, self.run(name, start, states))
 
     def advance(self, name: str) -> None:
-        """The stream's hidden states become those after the layer."""
+        """The layer's outputs become the stream's hidden states."""
         self.states = self.after(name)
 
     def outputs(self, states: AnyStates | None = None) -> Iterator[Tensor]:
-        """What the output projection gets, [n, T, hidden] each; after the last layer."""
+        """The inputs of the output projection, [n, T, hidden] each; after the last layer."""
         first = next(iter(self.layers))
         for start in self.starts():
             hidden = self.hidden(start, states)
             yield self._through(start, first, lambda _, *__, hidden=hidden, **___: hidden)[1]
 
     def predictions(self, hidden: Tensor) -> Tensor:
-        """Logits [n, T, vocab] of what `outputs` gave; the model's own ways with them included."""
+        """Logits [n, T, vocab] from the tensors of `outputs`, with the model's own scaling and capping."""
         self.loader.tie()
         decoder = self.model.get_decoder()
         ids = self.sequences[: len(hidden)].to(self.device)
@@ -168,7 +170,7 @@ class LayerStream:
             del decoder.forward
 
     def hidden(self, start: int, states: AnyStates | None = None) -> Tensor:
-        """What the next layer gets of the sequences from `start` on: [n, T, hidden] on the device."""
+        """The next layer's inputs for the sequences from `start` on: [n, T, hidden] on the device."""
         return (states or self.states).read(start, start + self._at_once).to(self.device)
 
     def empty_states(self) -> HiddenStates:
@@ -176,14 +178,16 @@ class LayerStream:
         return HiddenStates(self._shape, self.model.dtype, self._spill, self.device)
 
     def variants(self, count: int) -> list[StatesPart]:
-        """Room for so many variants of the states, all of them in one file where they are many."""
+        """Room for this many variants of the states, all in one file if there are many."""
         each, *rest = self._shape
         shape = (count * each, *rest)
         whole = HiddenStates(shape, self.model.dtype, self._spill, self.device, for_variants=True)
         return [StatesPart(whole, index * each, each) for index in range(count)]
 
     def _through(self, start: int, name: str, forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-        """What `forward` gives in the place of layer `name`, and the decoder's output were it the last."""
+        """The output of `forward` in place of layer `name`, and the decoder's output as if it were the last
+        layer.
+        """
         found: list[Tensor] = []
 
         def taken(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +219,9 @@ def _decoder_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str,
 
 
 class InputObserver(TorchFunctionMode):
-    """Sees every `F.linear` of a layer, and knows by the weight's address which linear or expert it is."""
+    """Intercepts every `F.linear` of a layer, and recognizes its linear layer or expert by the weight's
+    address.
+    """
 
     def __init__(self, name: str, layer: nn.Module, see: Callable[[Slot, Tensor], None]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are the weights of linear layers, single experts and fused ones included.
+"""Finds the tensors of a checkpoint that are weights of linear layers, including single and fused experts.
 
 Decided on the transformers model built from the config, not by guessing from names. No data is read.
 """
@@ -83,7 +83,7 @@ class LinearWeight:
 class ExpertBias:
     """One expert's part of a tensor [E, N] that holds the biases of all.
 
-    name: what it is called beside the expert's own weight; rows: which of the N
+    name: its name beside the expert's own weight; rows: its rows of the N
     """
 
     name: str
@@ -109,7 +109,7 @@ class ModelWeights:
 
 
 def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
-    """Sort the checkpoint's tensors. UserError where they do not fit the architecture in its config."""
+    """Sort the checkpoint's tensors. UserError if they do not fit the architecture in its config."""
     model = build_skeleton(checkpoint, torch.bfloat16)
     names = [name for name in checkpoint.tensors if not is_scale(checkpoint, name)]
     mapped = map_weights(model, names)
@@ -147,7 +147,7 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
 
 
 def _decoder_prefix(model: PreTrainedModel) -> str:
-    """What the names of the language model's modules begin with, in a model that has others; else nothing."""
+    """The prefix of the language model's module names in a model that has other parts; else empty."""
     text = model.config.get_text_config(decoder=True)
     decoder = model.get_decoder()
     if text is model.config or getattr(decoder, "config", None) is not text:
@@ -163,7 +163,7 @@ def _linear_weights(
     head: nn.Module | None,
     decoder: str,
 ) -> list[LinearWeight] | str:
-    """The linear weights in one tensor, or what else it is."""
+    """The linear weights in one tensor, or the kind of tensor that it is otherwise."""
     owner_name, _, leaf = assignment.target.rpartition(".")
     owner = model.get_submodule(owner_name)
     shape = checkpoint.tensors[name].shape
@@ -204,10 +204,10 @@ def _linear_weights(
 def _fused_experts(
     checkpoint: Checkpoint, model: PreTrainedModel, assignment: Assignment, name: str, owner: nn.Module
 ) -> list[LinearWeight]:
-    """One linear for each expert and projection of a fused 3-D tensor.
+    """One linear weight for each expert and projection of a fused 3-D tensor.
 
-    They take the names under which transformers reads single experts of this architecture, and otherwise
-    those of engines (`experts.0.gate_proj`).
+    They get the names that transformers uses for single experts of this architecture, or else the names of
+    other engines (`experts.0.gate_proj`).
     """
     owner_name, _, leaf = assignment.target.rpartition(".")
     experts, first, second = checkpoint.tensors[name].shape
@@ -242,7 +242,7 @@ def _fused_experts(
 
 
 def _as_stored(module: str, tensor: str) -> str:
-    """A module's name in the model with what `tensor` has before the layer's number."""
+    """A module's name in the model, with the prefix that `tensor` has before the layer's number."""
     ours, stored = module.split("."), tensor.split(".")
     here, there = ([i for i, part in enumerate(parts) if part.isdigit()] for parts in (ours, stored))
     if not here or not there:
@@ -253,7 +253,7 @@ def _as_stored(module: str, tensor: str) -> str:
 def _expert_biases(
     checkpoint: Checkpoint, linears: dict[str, list[LinearWeight]]
 ) -> dict[str, list[ExpertBias]]:
-    """The biases that lie beside fused experts, by the names that go with their weights'."""
+    """The biases stored beside fused experts, under the names that go with their weights' names."""
     return {
         f"{tensor}{BIAS}": [
             ExpertBias(f"{weight.module}.bias", f"{tensor}{BIAS}", weight.expert, weight.row_slice)
@@ -286,7 +286,9 @@ def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Mod
 
 
 def _single_expert_names(model: PreTrainedModel, target: str) -> list[str]:
-    """The projections that transformers merges into this expert parameter, in their order; none for none."""
+    """The projections that transformers merges into this expert parameter, in order; empty if there are
+    none.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     for rule in get_model_conversion_mapping(model):

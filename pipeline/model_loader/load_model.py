@@ -1,7 +1,7 @@
 """Loading a checkpoint of any convention we read into the unmodified transformers model, linears packed.
 
-One weight at a time is read, packed and put in its place, so nothing is held twice. transformers' own
-quantizers are not involved. Not for serving the model: that is the engine's.
+One weight at a time is read, packed and put in place, so nothing is held twice. transformers' own quantizers
+are not involved. Not for serving the model: the engine does that.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ from .weight_loader import LayoutPicker, WeightLoader
 
 @dataclass
 class LoadedModel:
-    """A model ready to run, and what it was loaded from."""
+    """A model ready to run, and its checkpoint."""
 
     model: PreTrainedModel
     checkpoint: Checkpoint
@@ -98,7 +98,8 @@ def problems(
     device: str | torch.device = "cpu",
     batch_invariance: BatchInvariance = "tuned",
 ) -> dict[str, Problem]:
-    """What a layout has to serve in this checkpoint, by the product's name: merged as it will be served.
+    """The problems that a layout has to serve in this checkpoint, by the product's name; weights are merged
+    as in serving.
 
     No data is read but the scales on which merging depends.
     """

@@ -1,7 +1,7 @@
-"""Whether transformers itself loads a quantized checkpoint, told from headers and its own model classes.
+"""Whether transformers itself loads a quantized checkpoint, decided from headers and its own model classes.
 
-Where it has no rule that stacks single experts, it fills them with random numbers; only a log line says so.
-Not whether the loaded weights are right: `validation/also_load.py` compares logits, where it can.
+If it has no rule that stacks single experts, it fills them with random numbers; only a log line says so. Not
+whether the loaded weights are right: `validation/also_load.py` compares logits, if it can load them.
 """
 
 from collections.abc import Collection, Sequence
@@ -62,8 +62,8 @@ def _holds_single_experts(model: PreTrainedModel, assignment: Assignment, method
 def _why_not_converted(
     assignment: Assignment, quantized: Collection[str], zero_points: Collection[str]
 ) -> str | None:
-    """Why a rule of transformers that makes a parameter of several tensors fails: with compressed-tensors it
-    takes every weight for a packed expert's, symmetric ones."""
+    """Why a rule of transformers that makes a parameter from several tensors fails: with compressed-tensors
+    it treats every weight as a packed expert's, symmetric ones included."""
     names = assignment.names
     packed = [name for name in names if name in quantized]
     if assignment.converter is None or not (packed or _only_weights(assignment.converter.source_patterns)):

@@ -1,6 +1,6 @@
-"""Which linear layers of a model get the same input, so that their weights are loaded as one.
+"""Finds the linear layers of a model that get the same input, so that their weights can be merged.
 
-Found by running the model's skeleton on torch's meta device, where nothing is computed: no data is read.
+It runs the model's skeleton on torch's meta device, where nothing is computed and no data is read.
 """
 
 import torch
@@ -34,12 +34,12 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
 
 
 def no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """In place of the experts, whose forward asks which of them are hit: unknown on the meta device."""
+    """Replaces the experts, whose forward depends on which of them are chosen: unknown on the meta device."""
     return torch.zeros_like(hidden_states)
 
 
 def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list[str]]:
-    """Split each group by kind; a layer without a kind, or alone in its kind, is left out."""
+    """Split each group by kind; a layer without a kind, or the only one of its kind, is left out."""
     found = []
     for names in groups:
         by_kind: dict[object, list[str]] = {}
@@ -51,7 +51,9 @@ def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list
 
 
 def plain_kinds(model: nn.Module) -> dict[str, object]:
-    """By plain linear layer, what layers must have in common to be merged: dtype, and a bias or none."""
+    """For each plain linear layer, the properties that merged layers must share: dtype, and whether there is
+    a bias.
+    """
     return {
         name: (module.weight.dtype, module.bias is None)
         for name, module in model.named_modules()

@@ -1,7 +1,7 @@
 """The packed products of a checkpoint's model: dense layers merged that share an input, experts stacked.
 
-This is what layouts are measured for and what is served; plans and reports speak of it by these names. Not
-for reading weights (`weight_loader.py`); only scales that decide whether weights may be merged are read.
+Layouts are measured for these products and serve them; plans and reports use their names. Not for reading
+weights (`weight_loader.py`); only scales that decide about merging are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,8 +112,8 @@ def find_products(
 ) -> list[Product]:
     """Every product of the model whose weights are quantized, in the order of the checkpoint.
 
-    Weights that can only be plain tensors there (an embedding, a merge that is not row-wise) are not among
-    them: those are dequantized into place.
+    Weights that can only be plain tensors in the model (an embedding, a merge that is not row-wise) are
+    excluded: they are dequantized into place.
     """
     products: list[Product] = []
     linears: dict[str, str] = {}
@@ -142,7 +142,7 @@ def find_products(
 
 
 def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
-    """What has to be equal for two weights to be one: format, shared scales, how the input is rounded."""
+    """The properties that merged weights must share: format, shared scales, rounding of the input."""
     shared = tuple(tuple(checkpoint.read(name).flatten().tolist()) for name in stored.shared)
     if stored.read_input is None:
         return stored.spec, shared
@@ -193,7 +193,9 @@ def _experts_products(
 
 
 def _top_k(checkpoint: Checkpoint, model: PreTrainedModel, experts: str) -> int:
-    """How many experts a token takes: by the config, or by the modules around the experts."""
+    """The number of experts that a token is routed to: from the config, or from the modules around the
+    experts.
+    """
     config = model.config.get_text_config(decoder=True)
     parent = model.get_submodule(experts.rpartition(".")[0])
     for owner in (config, parent, *parent.children()):

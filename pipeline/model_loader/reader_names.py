@@ -1,7 +1,7 @@
 """The names by which other readers know the linear layers of a checkpoint.
 
 transformers calls a linear layer by its place in the model, vLLM by the checkpoint's tensor; a quantization
-config that names layers has to hold for both. Not for our own loader, which goes by the tensors. No data is
+config that names layers has to hold for both. Not for our own loader, which uses the tensors. No data is
 read.
 """
 
@@ -22,7 +22,7 @@ ANY_PROJECTION = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class ReaderModel:
-    """What one transformers class makes of a checkpoint's tensors.
+    """How one transformers class reads a checkpoint's tensors.
 
     linears:    its linear layers by name, each with the tensors that fill it: none where it is tied
     embeddings: the tensors that fill embeddings
@@ -67,7 +67,7 @@ def names_of_unquantized(
     quantized: Collection[str],
     modules: Collection[str],
 ) -> list[str]:
-    """Every name by which a reader may ask whether a weight that stays as it is is a quantized linear layer.
+    """Every name under which a reader may ask whether an unquantized weight is a quantized linear layer.
 
     quantized: the tensors of which weights are quantized; modules: the quantized modules
     """
@@ -88,7 +88,7 @@ def names_of_unquantized(
 
 
 def other_names(readers: Sequence[ReaderModel], modules: Mapping[str, str]) -> dict[str, str]:
-    """What readers call modules that the checkpoint calls otherwise: their name to the checkpoint's.
+    """Modules that readers call by another name than the checkpoint: the reader's name to the checkpoint's.
 
     modules: tensor to module
     """

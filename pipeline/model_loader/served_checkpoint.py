@@ -33,7 +33,7 @@ def build_engine(
 ) -> "Engine":
     """Load the model in `folder` and put the engine around it.
 
-    tokenizer: the checkpoint's, where it has been loaded already
+    tokenizer: the checkpoint's, if it has been loaded already
     """
     from ...layouts.kv.format import KV_FORMATS, largest_of
     from ...serving_check.engine.engine import Engine
@@ -60,7 +60,7 @@ def build_engine(
 
 
 def describe(folder: Path, chat_template: Path | None = None) -> ModelDescription:
-    """What the API process needs to know of the model: its tokenizer and its maker's sampling defaults.
+    """The API process's knowledge of the model: its tokenizer and its maker's sampling defaults.
 
     chat_template: a file with one, in place of the tokenizer's own
     """
@@ -82,7 +82,9 @@ def describe(folder: Path, chat_template: Path | None = None) -> ModelDescriptio
 def eos_token_ids(
     generation: "GenerationConfig", config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> frozenset[int]:
-    """Every token that ends a sequence: the generation config's, else the model's; and the tokenizer's."""
+    """Every token that ends a sequence: from the generation config, else from the model's config; and the
+    tokenizer's.
+    """
     ends = generation.eos_token_id
     for section in (config, config.get_text_config(decoder=True)):
         ends = getattr(section, "eos_token_id", None) if ends is None else ends
@@ -93,7 +95,7 @@ def eos_token_ids(
 
 
 def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
-    """What the checkpoint's maker recommends, from `generation_config.json`."""
+    """The sampling defaults of the checkpoint's maker, from `generation_config.json`."""
     from ...base.untrusted_files import read_json_object
 
     path = checkpoint.folder / "generation_config.json"

@@ -63,8 +63,8 @@ def build_skeleton(
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The language model, all of it on meta, with the towers that lie in the checkpoint beside it.
 
-    The first of transformers' classes that has a place for these towers, or leaves them out knowingly. Where
-    none can be built with them, the language model by itself.
+    The first of transformers' classes that has a place for these towers, or leaves them out knowingly. If the
+    model cannot be built with its towers, the language model alone.
     """
     config = model_config(checkpoint)
     # Of a tower that is quantized, biases and norms tell: their names are as in the model.
@@ -93,7 +93,7 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class_of(checkpoint: Checkpoint, model: nn.Module) -> Any:
-    """transformers' auto class that makes `model`'s class of this checkpoint; else the one of text."""
+    """transformers' auto class for `model`'s class in this checkpoint; else its auto class for text."""
     classes = _auto_classes(model_config(checkpoint)).items()
     return next((auto for auto, made in classes if made is type(model)), AutoModelForCausalLM)
 
@@ -107,7 +107,9 @@ def auto_class_name(model_type: str | None) -> str:
 
 
 def other_models(checkpoint: Checkpoint, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The checkpoint as further classes of transformers have it, on meta: others may load it with those."""
+    """The checkpoint in further classes of transformers, on meta: other programs may load it with those
+    classes.
+    """
     config = model_config(checkpoint)
     for auto_class, made in _auto_classes(config).items():
         if made is type(model):
@@ -154,7 +156,7 @@ def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Widen the parameters that transformers keeps in fp32 whatever the model's dtype is."""
+    """Widen the parameters that transformers always keeps in fp32, whatever the model's dtype is."""
     plan: dict[str, Any] = model._get_dtype_plan(dtype)
     if not plan:
         return

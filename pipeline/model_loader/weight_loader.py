@@ -1,6 +1,6 @@
 """Putting a checkpoint's weights into the skeleton of its model, one at a time, quantized linears packed.
 
-Not for deciding what a checkpoint holds (`conventions/`) nor what goes where (`weight_map.py`).
+Not for recognizing tensors (`conventions/`) nor for their places in the model (`weight_map.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class LayoutPicker:
 
 @dataclass
 class WeightLoader:
-    """The state of loading one model: where weights come from, where they go, and what is there already."""
+    """The state of loading one model: sources of weights, their places, and which are loaded."""
 
     checkpoint: Checkpoint
     modules: dict[str, StoredWeight]
@@ -79,7 +79,7 @@ class WeightLoader:
         self.stored = {module + WEIGHT: weight for module, weight in self.modules.items()}
 
     def assignments(self) -> list[Assignment]:
-        """Every weight's place in the model; UserError where a weight has none."""
+        """Every weight's place in the model; UserError if a weight has none."""
         mapped = map_weights(self.model, names_to_place(self.checkpoint, self.modules))
         if mapped.unexpected and foreign_roots(self.model, mapped.unexpected) is None:
             raise UserError(
@@ -188,7 +188,8 @@ class WeightLoader:
     def inputs_of(self, assignment: Assignment) -> list[list[tuple[int, InputFormat]]]:
         """For the linear layer, or for each expert, its rows and how their input is rounded, part by part.
 
-        Empty where it is not. UserError where a weight whose input is rounded is for something else.
+        Empty if it is not. UserError if a weight with a rounded input is neither a linear layer's nor an
+        expert's.
         """
         names = [name for name in assignment.names if name in self.stored and self.stored[name].read_input]
         if not names:
@@ -261,10 +262,10 @@ class WeightLoader:
             self._set(target, value[0] if isinstance(value, list) else value, assignment.names[0])
 
     def _stack_slices(self, target: str, experts: list[list[Tensor]], interleaved: bool) -> Tensor:
-        """[N, K] weights of single experts to the 3-D parameter, transposed where the model wants that; or
-        their biases [N] to the 2-D one.
+        """[N, K] weights of single experts to the 3-D parameter, transposed if the model stores it so; or
+        their biases [N] to the 2-D parameter.
 
-        experts: for each the weights that lie one above the other in its slice, or whose rows take turns
+        experts: for each, the weights that are stacked or interleaved in its slice
         """
         expected = tuple(self.model.get_parameter(target).shape)
         slices = [torch.cat(parts) for parts in experts]
@@ -313,7 +314,7 @@ class WeightLoader:
             )
 
     def tie(self) -> None:
-        """Share the parameters the architecture ties, unless the checkpoint brought both of its own."""
+        """Share the parameters that the architecture ties, unless the checkpoint has both."""
         for target, source in self.model.all_tied_weights_keys.items():
             here, there = self._lookup(target), self._lookup(source)
             if here is not None and here.is_meta and there is not None and not there.is_meta:
@@ -331,7 +332,7 @@ class WeightLoader:
 
 
 def names_to_place(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> list[str]:
-    """The names of all weights: those of tensors, and in the place of those that are packed, their own."""
+    """The names of all weights: of tensors, or of packed weights instead of their tensors."""
     consumed = {name for weight in stored.values() for name in weight.tensors}
     others = [name for name in checkpoint.tensors if name not in consumed]
     plain = [name for name in others if not is_scale(checkpoint, name)]

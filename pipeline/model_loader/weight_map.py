@@ -45,7 +45,7 @@ class Assignment:
     """The weights that make one parameter (or, through a converter, several) of the model.
 
     target:      the parameter's name; the first one of several
-    converter:   transformers' rule, None where the weight is only renamed, or single experts are stacked by
+    converter:   transformers' rule, None if the weight is only renamed, or single experts are stacked by
                  their names alone
     sources:     weight names in the checkpoint by the converter's source pattern, experts in order; without a
                  converter by the name of the projection
@@ -63,7 +63,7 @@ class Assignment:
 
     @property
     def targets(self) -> list[str]:
-        """All parameters that it makes: a converter names them by what stands in the first one's place."""
+        """All parameters that a converter makes, named after the first one."""
         patterns = self.converter.target_patterns if self.converter else []
         if len(patterns) < 2:
             return [self.target]
@@ -75,7 +75,7 @@ class Assignment:
         return self.converter is None and bool(self.sources) and all(n in PROJECTIONS for n in self.sources)
 
     def expert_parts(self) -> list[list[str]] | None:
-        """For each expert, the weights that lie one above the other in its slice; None for anything else."""
+        """For each expert, the weights that are stacked in its slice; None for anything else."""
         operations = self.converter.operations if self.converter else []
         merges = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         rest_stacks_rows = all(isinstance(op, Concatenate) and op.dim == 1 for op in operations[1:])
@@ -155,7 +155,7 @@ def _stacked(
 
 
 def gate_up_order(experts: nn.Module) -> str | None:
-    """How the rows of gate and up lie in an experts module's `gate_up_proj`; None where that is not known."""
+    """How the rows of gate and up lie in an experts module's `gate_up_proj`; None if that is not known."""
     if type(experts).__name__ in GATE_FIRST:
         return HALVES
     concatenated = getattr(experts, "is_concatenated", None)
@@ -165,9 +165,9 @@ def gate_up_order(experts: nn.Module) -> str | None:
 
 
 def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | None:
-    """What the names of tensors begin with that another program has added, such as a trainer's `v_head`.
+    """The prefixes of tensor names that another program has added, such as a trainer's `v_head`.
 
-    None where one of `names` begins as a module of the model does: then the config is of another model.
+    None if one of `names` begins like a module of the model: then the config belongs to another model.
     """
     roots = list(dict.fromkeys(name.split(".")[0] for name in names))
     known = {part for name, _ in model.named_modules() for part in name.split(".")}
@@ -175,7 +175,7 @@ def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | N
 
 
 def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]:
-    """What no assignment fills. Nothing is known beforehand where a converter makes several parameters."""
+    """What no assignment fills. Nothing is known beforehand if a converter makes several parameters."""
     if any(a.converter and len(a.converter.target_patterns) > 1 for a in assignments):
         return []
     filled = {assignment.target for assignment in assignments}

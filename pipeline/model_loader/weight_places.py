@@ -1,4 +1,4 @@
-"""Where in a model each linear weight is used, and how to put other weights into those places."""
+"""Finds the place of each linear weight in a model, and puts other weights into these places."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Places:
 
 @contextmanager
 def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) -> Iterator[None]:
-    """Within it, the loader puts `weights`, by module, in the place of those on disk."""
+    """While it is open, the loader uses `weights`, by module, instead of those on disk."""
     by_tensor: dict[str, list[tuple[LinearWeight, Weight]]] = defaultdict(list)
     for module, weight in weights.items():
         linear = places.linears[module]
@@ -75,7 +75,7 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
 def _patched(
     stream: LayerStream, tensor: str, parts: Sequence[tuple[LinearWeight, Weight]], device: torch.device
 ) -> Tensor:
-    """A checkpoint's tensor with solved weights in their places; on `device` where it is one weight."""
+    """A checkpoint's tensor with solved weights in it; on `device` if it is one weight."""
     if len(parts) == 1 and parts[0][0].expert is None and parts[0][0].rows is None:
         return parts[0][1].to(device).dequantize(stream.model.dtype)
     whole = stream.checkpoint.read(tensor)

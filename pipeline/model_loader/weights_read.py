@@ -1,7 +1,7 @@
-"""Linear layers whose weight the model's code reads by itself, where it would otherwise call the layer.
+"""Linear layers whose weight the model's code reads directly, without calling the layer.
 
-Such a layer cannot be packed: Mamba's mixer computes `self.dt_proj.weight @ time_step`, and vLLM, too, keeps
-that weight as it is.
+Such a layer cannot be packed: Mamba's mixer computes `self.dt_proj.weight @ time_step`, and vLLM also leaves
+that weight unquantized.
 """
 
 import ast

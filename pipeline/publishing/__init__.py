@@ -1,1 +1,1 @@
-"""What a release consists of, its card, and where it goes."""
+"""The files of a release, its card, and its target."""

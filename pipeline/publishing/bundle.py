@@ -1,6 +1,6 @@
-"""What a release consists of: every file that a push sends, with its size and digests.
+"""The files of a release: every file that a push sends, with its size and digests.
 
-Not for deciding whether it may be sent (`push.py`), nor for sending it (`hub/`, `folder_target.py`).
+Not for deciding whether the release may be sent (`push.py`), nor for sending it (`hub/`, `folder_target.py`).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class BundleFile:
-    """One file of a release: where it goes, what it holds, and where that comes from."""
+    """One file of a release: its name there, its content, and the content's source."""
 
     path: str
     size: int
@@ -68,7 +68,7 @@ def report_files(verdict: Verdict) -> list[str]:
 
 
 def bundle_digest(files: list[BundleFile]) -> str:
-    """One sha256 over all names and contents: what makes two releases the same release."""
+    """One sha256 over all names and contents: two releases are the same if it is equal."""
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.path):
         digest.update(f"{file.path}\0{file.sha256}\n".encode())

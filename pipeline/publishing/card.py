@@ -1,6 +1,7 @@
 """The model card of a release, filled only from its verdict, its manifest and the base model's own metadata.
 
-Nothing here measures anything, and what nobody measured or declared is left out, or said to be missing.
+Nothing here is measured; values that nobody measured or declared are left out, or the card says that they are
+missing.
 """
 
 import re
@@ -76,7 +77,7 @@ def _on_hub(artifact: Artifact) -> bool:
 
 
 def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> dict[str, Any]:
-    """What the release is, whose licence it has, and how to serve it."""
+    """The name of the release, its licence, and how to serve it."""
     config = read_json_object(folder / "config.json", infinity=True)
     refuse_malformed(config, str(folder / "config.json"))
     section = config.get("quantization_config") or {}
@@ -135,7 +136,7 @@ def _has_zero_points(section: Mapping[str, Any]) -> bool:
 
 
 def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, Any]:
-    """What the serving check measured and decided, and where."""
+    """The figures and decisions of the serving check, and where it ran."""
     environment = verdict.environment
     return {
         "first_lines": first_lines_of(verdict),

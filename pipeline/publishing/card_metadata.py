@@ -42,7 +42,7 @@ def preliminary_card(
 ) -> str:
     """The front matter that a release of `source` will have, as far as it is known before one is made.
 
-    files: those that will go with the weights
+    files: the files that are published with the weights
     """
     record = FileRecord(0, "0" * 64)
     planned = Artifact(source, revision, {}, {}, dict.fromkeys(files, record), {"formats": []})
@@ -62,7 +62,7 @@ def _reachable_licence(base: dict[str, Any], artifact: Artifact) -> dict[str, An
 
 
 def _tags(base_tags: Any, artifact: Artifact, method: str | None) -> list[str]:
-    """The base model's tags, then what was done to it."""
+    """The base model's tags, then tags for the quantization."""
     tags = base_tags if isinstance(base_tags, list) else [base_tags]
     formats = [spec["spec"]["format"] for spec in artifact.quantization["formats"]]
     kv_cache = [] if artifact.kv_cache == UNQUANTIZED else [f"kv-cache-{artifact.kv_cache}"]
@@ -71,7 +71,7 @@ def _tags(base_tags: Any, artifact: Artifact, method: str | None) -> list[str]:
 
 
 def _eval_result(score: TaskScore) -> EvalResult:
-    """As the Hub shows it."""
+    """The score in the form that the Hub shows."""
     return EvalResult(
         task_type="text-generation",
         dataset_type=score.task,

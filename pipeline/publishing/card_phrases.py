@@ -1,4 +1,4 @@
-"""Phrases of the card: what was quantized and how, beside which baseline, engine and versions."""
+"""Phrases of the card: the quantized model, the method, the baseline, engine and versions."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def quantization_phrase(artifact: Artifact, method: str | None) -> str:
 
 
 def calibration_phrase(read: dict[str, Any] | None) -> str | None:
-    """Which sequences the weights were calibrated on, and what was wrong with them."""
+    """The sequences that the weights were calibrated on, and any warnings about them."""
     if read is None:
         return None
     kinds = [f"{read['text']} sequences of a text"] if read["text"] else []

@@ -1,6 +1,6 @@
 """The rows of the card's tables, as text: the curve, checks, tasks, rival, comparison, sensitivity.
 
-Cells that a checkpoint or a task names are escaped here; figures are rounded here and nowhere else.
+Cells with names from a checkpoint or a task are escaped here; figures are rounded only here.
 """
 
 from dataclasses import fields
@@ -19,7 +19,7 @@ from .markdown import plain
 
 
 def comparison_table(folder: Path, artifact: Artifact) -> dict[str, Any] | None:
-    """What `pipeline compare --card` measured; None where it never ran, or ran on other bytes."""
+    """The table of `pipeline compare --card`; None if it never ran, or ran on other bytes."""
     comparison = read_comparison(folder, artifact.bytes_digest())
     if comparison is None:
         return None
@@ -33,13 +33,13 @@ def comparison_table(folder: Path, artifact: Artifact) -> dict[str, Any] | None:
 
 
 def sensitivity_table(artifact: Artifact) -> dict[str, Any] | None:
-    """What a budget chose, and what each group of layers costs; None where there was no budget."""
+    """The choice under a budget, and the cost of each group of layers; None if there was no budget."""
     table = shown(artifact.quantization)
     return table and table | {"rows": [[plain(cell) for cell in row] for row in table["rows"]]}
 
 
 def rival_table(verdict: Verdict) -> dict[str, Any] | None:
-    """The rival's name and its ratios; None where there was no rival."""
+    """The rival's name and its ratios; None if there was no rival."""
     if verdict.rival is None:
         return None
     rows = [
@@ -87,7 +87,7 @@ def curve_row(point: CurvePoint) -> list[str]:
 
 
 def changed_bounds(bounds: Bounds) -> list[str]:
-    """Each bound that is not the default, beside it."""
+    """Each bound that differs from its default, with the default."""
     defaults = Bounds()
     return [
         f"{field.name.replace('_', ' ')}: {getattr(bounds, field.name):g} "

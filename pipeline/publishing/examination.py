@@ -1,6 +1,7 @@
 """Whether a folder's records hold together: its files, its manifest, its verdict, its report, its signature.
 
-One finding each, in the order of what rests on what. `push` obeys them, `inspect` and `verify` show them.
+Findings are in an order in which each rests on the ones before it. `push` obeys them, `inspect` and `verify`
+show them.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ Holds = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     name: str
     holds: Holds
@@ -47,7 +48,7 @@ class Finding:
 
 @dataclass
 class Examination:
-    """What was found in a folder; `verdict` is None where it has none that can be read."""
+    """The findings in a folder; `verdict` is None if none can be read."""
 
     folder: Path
     manifest: Artifact
@@ -164,7 +165,7 @@ def _report(folder: Path, verdict: Verdict) -> Finding:
 
 
 def _is_passing(path: Path) -> bool:
-    """What is never published and may lie anywhere: hidden files, and what was being written."""
+    """Files that are never published and may be anywhere: hidden files, and unfinished ones."""
     return path.name.startswith(".") or path.name.endswith(PARTIAL_SUFFIX)
 
 

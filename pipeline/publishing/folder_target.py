@@ -1,6 +1,6 @@
-"""Publishing into a folder so that it holds one whole release or is as it was, whatever happens on the way.
+"""Publishing into a folder so that it always holds either the whole new release or its previous state.
 
-Not for the Hub (`hub/`), and not for deciding whether the release may go out (`push.py`).
+Not for the Hub (`hub/`), and not for deciding whether the release may be published (`push.py`).
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from .push_result import Operation, PushResult, file_action
 
 
 def preview_folder(files: list[BundleFile], directory: Path) -> PushResult:
-    """What publishing to `directory` would do. Raises UserError where it may not be replaced."""
+    """Preview of publishing to `directory`. Raises UserError if it may not be replaced."""
     before = _release_in(directory)
     operations = []
     for file in files:
@@ -101,7 +101,7 @@ def _refuse_a_full_disk(files: list[BundleFile], staging: Path) -> None:
 
 
 def _copy(files: list[BundleFile], staging: Path, progress: bool) -> None:
-    """Fill `staging` with exactly `files`; what an interrupted run left there whole is kept."""
+    """Fill `staging` with exactly `files`; whole files of an interrupted run are kept."""
     wanted = {file.path for file in files}
     if any(path.is_symlink() for path in [staging, *staging.rglob("*")]):
         raise UserError(f"{staging} holds a symlink, which no push of ours makes; remove it and push again")
@@ -142,7 +142,7 @@ def _swap_in(staging: Path, directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """The release that was replaced, and what interrupted pushes of other releases left beside it."""
+    """The release that was replaced, and leftovers of interrupted pushes of other releases."""
     for path in directory.parent.glob(f".{glob.escape(directory.name)}.*.partial*"):
         shutil.rmtree(path)
 
@@ -152,7 +152,7 @@ AT_FDCWD = -100
 
 
 def _exchange(left: Path, right: Path) -> None:
-    """Let two folders trade names at once; where the system cannot, `right` is absent for a moment."""
+    """Exchange the names of two folders at once; if the system cannot, `right` is absent for a moment."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         names = os.fsencode(left), os.fsencode(right)

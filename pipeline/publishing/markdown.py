@@ -1,4 +1,4 @@
-"""Text from a checkpoint, a recipe or a record as a card shows it: plain, with no markup of its own.
+"""Text from a checkpoint, a recipe or a record for a card: plain, with all markup escaped.
 
 Not for front matter, which is dumped as YAML.
 """
@@ -32,7 +32,7 @@ def code(text: object) -> str:
 
 
 def fence(*texts: str) -> str:
-    """Backticks around a block of code, more of them than any of `texts` has in a row."""
+    """Backticks around a block of code, more than any of `texts` has in a row."""
     longest = max((len(run) for text in texts for run in re.findall(r"`+", text)), default=0)
     return "`" * max(3, longest + 1)
 

@@ -1,4 +1,4 @@
-"""What `release` takes for its push, beside the target. Plain data; `push` does it."""
+"""The options of `release` for its push, beside the target. Plain data; `push` does it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ...base.option_fields import check_options, option
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """UserError where a value is none that it can have."""
+    """UserError if a value is not allowed."""
 
     private: bool = option(False, "Keep a repository that this release creates private.")
     create_pr: bool = option(False, "Open a pull request instead of committing to main.")

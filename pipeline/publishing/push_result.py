@@ -1,4 +1,4 @@
-"""What a push did, or would do: plain data for the terminal, for `--json` and for `release`."""
+"""The result of a push, or of its preview: plain data for the terminal, for `--json` and for `release`."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -8,7 +8,7 @@ Status = Literal["planned", "pushed", "unchanged"]
 
 
 def file_action(is_there: bool, is_same: bool) -> Action:
-    """What becomes of a file of the release at a target that has, or has not, one of that name."""
+    """The action for a file of the release, by whether the target has a file of that name."""
     if not is_there:
         return "add"
     return "keep" if is_same else "replace"
@@ -16,7 +16,7 @@ def file_action(is_there: bool, is_same: bool) -> Action:
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing done to the target, in order; size and sha256 where it concerns a file we hold."""
+    """One action on the target, in order; size and sha256 if it concerns a file of the release."""
 
     action: Action
     subject: str

@@ -31,7 +31,7 @@ def _is_shipped(recipe: dict[str, Any]) -> bool:
 
 
 def recipe_file(recipe: dict[str, Any]) -> str | None:
-    """What a reader saves the recipe as; None where there is nothing to save."""
+    """The file name for a reader's copy of the recipe; None if there is no recipe to save."""
     return None if recipe == ADOPTED or _is_shipped(recipe) else f"{recipe.get('name')}.yaml"
 
 
@@ -64,7 +64,7 @@ def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str)
 
 
 def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
-    """What the verdict was asked with otherwise than by default."""
+    """The settings of the verdict that differ from the defaults."""
     usual = WorkloadSettings(input_len=default_input_len(artifact.kv_cache))
     given = values_of(verdict.workload, unlike=usual)
     given |= values_of(verdict.bounds, unlike=Bounds.from_recipe(artifact.recipe))
@@ -95,7 +95,7 @@ def _startable(engine: str) -> str | None:
 
 
 def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:
-    """The baseline, where it was called otherwise than the model that was quantized."""
+    """The baseline, if its name differs from that of the quantized model."""
     baseline = verdict.baseline
     name = baseline.name if baseline.revision is not None else Path(baseline.name).name
     words = [] if name == base else ["--baseline", name]

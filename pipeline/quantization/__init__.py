@@ -1,1 +1,1 @@
-"""What one quantization job is made of: its tasks, its shards, and what it has finished."""
+"""The parts of a quantization job: its tasks, its shards, and its progress."""

@@ -1,4 +1,4 @@
-"""What a quantize job would do, and an estimate of its time and memory: `quantize --dry-run`.
+"""A preview of a quantize job, with an estimate of its time and memory: `quantize --dry-run`.
 
 A block of each format is quantized to time it; nothing is written.
 """
@@ -46,11 +46,11 @@ class Estimate:
     kv_cache: str
     """The format of keys and values."""
     text: str | None
-    """The name of the one that is read; None where none is."""
+    """The name of the one that is read; None if none is."""
 
 
 def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: Path) -> Estimate:
-    """Of the whole job from its beginning, in one process on the job's device."""
+    """Estimate for the whole job from its beginning, in one process on the job's device."""
     tasks = job.tasks.in_order
     numbers: Counter[WeightFormat] = Counter()
     for task in tasks:
@@ -77,7 +77,7 @@ def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: P
 
 
 def _seconds_a_number(spec: WeightFormat, job: QuantizeJob) -> float:
-    """Of quantizing random weights of `spec`, once the first call has loaded what it needs."""
+    """The time of quantizing random weights of `spec`, after a first call that loads modules."""
     quantizer, device = QUANTIZERS[spec.name], job.quantizer.device
     k = next(k for module, (_, k) in job.tasks.shapes.items() if job.tasks.specs[module] == spec)
     values = torch.randn(max(8, SAMPLE // k // 8 * 8), k, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A quantize job: everything decided before the first weight is read; what cannot work is refused here."""
+"""A quantize job: all decisions before the first weight is read; impossible jobs are refused here."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -44,7 +44,9 @@ class QuantizeJob:
 
 
 def without_left_out(checkpoint: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """`checkpoint` without the tensors that the recipe leaves out. UserError for a pattern of none."""
+    """`checkpoint` without the tensors that the recipe leaves out. UserError for a pattern that matches
+    nothing.
+    """
     names = set[str]()
     for pattern in recipe.leave_out:
         found = [name for name in checkpoint.tensors if matches(pattern, name)]
@@ -63,7 +65,7 @@ def prepare(
     device: str | torch.device | None,
     calibration: str | None = None,
 ) -> QuantizeJob:
-    """Decide everything about a job, refusing what cannot work before any time is spent on it."""
+    """Decide everything about a job, and refuse impossible jobs before any time is spent."""
     _refuse_quantized(checkpoint)
     tasks = make_tasks(checkpoint, recipe)
     specs, embeddings = tasks.specs, tasks.embeddings
@@ -97,7 +99,7 @@ def prepare(
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Not FP8: that is read as the 16-bit weights that it stands for."""
+    """FP8 does not count: it is dequantized to 16 bits."""
     try:
         stored = stored_weights(checkpoint)
     except UserError:
@@ -116,8 +118,8 @@ def weight_quantizer(checkpoint: Checkpoint, device: str | torch.device | None) 
 
 
 def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
-    """Our own convention for what it alone stores; otherwise the one that most engines read, or ModelOpt's
-    where that alone declares the KV format."""
+    """Scalegate's own convention for formats that only it stores; otherwise the one that most engines read,
+    or ModelOpt's if only that declares the KV format."""
     if not specs:
         # vLLM refuses ModelOpt's section where no weight is quantized.
         return PLAIN if kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is None else DEFAULT_EXPORT
@@ -130,7 +132,7 @@ def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
 
 
 def _refusal(spec: WeightFormat) -> str | None:
-    """Why no quantizer makes weights of `spec`; None where one does."""
+    """Why no quantizer makes weights of `spec`; None if one does."""
     if spec.name not in QUANTIZERS:
         return f"Scalegate reads {spec.name} and does not make it; it makes {', '.join(QUANTIZERS)}"
     return QUANTIZERS[spec.name].refuses(spec)

@@ -1,7 +1,7 @@
 """A job's calibration: the sequences that are read, and the pass over them.
 
-If a text is given and weights are rounded on it, every other sequence is one that the model writes: GPTQ on a
-text of another kind is worse than none, and on both it is as good as on the right one.
+If a text is given and weights are rounded on it, every other sequence is self-generated: GPTQ on a text of
+another kind is worse than no calibration, but on both texts it is as good as on the right one.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class CalibrationContext:
 
 @dataclass(frozen=True)
 class CalibrationSequences:
-    """sequences: int64 [S, T]; facts: what the manifest says of them"""
+    """sequences: int64 [S, T]; facts: the manifest's record of them"""
 
     sequences: Tensor
     facts: dict[str, Any]
@@ -109,7 +109,7 @@ def calibration_result(
     shared: Shared,
     context: CalibrationContext,
 ) -> CalibrationResult:
-    """What the quantizers of `tasks` need of the text; it is not read if they need nothing."""
+    """The calibration data that the quantizers of `tasks` need; the text is not read if they need none."""
     if sequences is None or not needs:
         return CalibrationResult()
     linears = [task.linear for task in tasks if task.linear is not None and task.is_quantized]
@@ -134,7 +134,7 @@ def calibration_result(
 
 
 def calibration_facts(result: CalibrationResult, needs: CalibrationNeeds) -> dict[str, Any]:
-    """What the manifest says of the result."""
+    """The manifest's record of the result."""
     learned = {layer: {"before": before, "after": after} for layer, (before, after) in result.learned.items()}
     return ({LEARNED: learned} if needs.learning_steps else {}) | (
         {SCARCE: result.scarce} if result.scarce else {}

@@ -1,6 +1,7 @@
-"""What `quantize` takes beside a model, a recipe and a folder; `release` takes the first of the two classes.
+"""The options of `quantize` beside a model, a recipe and a folder; `release` has the first of the two
+classes.
 
-Plain data; what is done with it is `job.py` and `budget/`.
+Plain data; `job.py` and `budget/` use it.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ def _exports() -> Iterable[str]:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """UserError where a value is none that it can have."""
+    """UserError if a value is not allowed."""
 
     revision: str | None = option(None, "Branch, tag or commit of MODEL, if it is a Hub id.", metavar="REV")
     export: str | None = option(

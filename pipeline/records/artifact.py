@@ -76,7 +76,7 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: Path) -> "Artifact":
-        """Read `folder`'s manifest. Raises UserError where there is none or it cannot be read."""
+        """Read `folder`'s manifest. Raises UserError if there is none or it cannot be read."""
         path = folder / MANIFEST_NAME
         if not path.exists():
             raise UserError(
@@ -95,7 +95,7 @@ class Artifact:
         return artifact
 
     def changed_files(self, folder: Path) -> list[str]:
-        """What differs between the manifest and the folder now, one line each; empty where all match."""
+        """What differs between the manifest and the folder now, one line each; empty if all match."""
         problems = []
         to_read = {}
         for name, record in self.files.items():
@@ -147,7 +147,7 @@ class Artifact:
         return next((mode for mode in INVARIANCE_MODES if mode == claim), TUNED)
 
     def layout_plan_sha256(self) -> str | None:
-        """The layout plan's digest, None where there is none: a verdict is given with the plan in force."""
+        """The layout plan's digest, None if there is none: a verdict is given with the plan in force."""
         if self.layout_plan is None:
             return None
         return hashlib.sha256(json.dumps(self.layout_plan, sort_keys=True).encode()).hexdigest()
@@ -182,7 +182,7 @@ _PLAN: TypeAdapter[LayoutPlan] = TypeAdapter(LayoutPlan)
 
 
 def _checked(value: dict[str, Any], path: Path) -> Artifact:
-    """The manifest in `value`. UserError where any field is not of its type."""
+    """The manifest in `value`. UserError if any field is not of its type."""
     where = ""
     try:
         artifact = _ARTIFACT.validate_python(value)

@@ -45,9 +45,9 @@ class ComparedModel:
     module_errors: dict[str, float]
     """By kind of module, the median relative error of its weights."""
     weight_errors: dict[str, float | None] = field(default_factory=dict)
-    """By quantized module, its weight's relative error; None where it is not finite."""
+    """By quantized module, its weight's relative error; None if it is not finite."""
     unlike_baseline: str | None = None
-    """Why it seems to be made from another model than the baseline; None where it does not."""
+    """Why it seems to be made from another model than the baseline; None if it does not."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ _COMPARISON: TypeAdapter[Comparison] = TypeAdapter(Comparison)
 
 
 def read_comparison(folder: Path, bytes_digest: str) -> Comparison | None:
-    """What was written beside the artifact in `folder`; None where that is about other bytes, or nothing."""
+    """What was written beside the artifact in `folder`; None if that is about other bytes, or nothing."""
     path = folder / COMPARISON_NAME
     if not path.is_file():
         return None

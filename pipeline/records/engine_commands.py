@@ -71,7 +71,7 @@ def _commands(
     auto_class: str = TEXT_CLASS,
     zero_points: bool = False,
 ) -> Iterator[tuple[CardCommand, Sequence[str] | None]]:
-    """Each command, and its words for keys and values; None where the engine has no such format."""
+    """Each command, and its words for keys and values; None if the engine has no such format."""
     for _, engine in ENGINES.items():
         command = engine.card_command(name, method)
         if command is not None:

@@ -24,7 +24,7 @@ DIGIT = [(kinds.IN, [(kinds.CATEGORY, kinds.CATEGORY_DIGIT)])]
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """`pattern`, ready to match. UserError where it is no expression, or one that might take very long."""
+    """`pattern`, ready to match. UserError if it is no expression, or one that might take very long."""
     shown = repr(pattern if len(pattern) <= 100 else pattern[:97] + "...")
     if len(pattern) > MAX_PATTERN:
         raise UserError(f"{shown} is no valid expression here: it has more than {MAX_PATTERN} characters")

@@ -79,7 +79,7 @@ class YamlLines:
 
 
 def _child(node: yaml.Node, step: str | int) -> tuple[int | None, yaml.Node | None]:
-    """The line and the node of one key, or of one index; None where there is no such child."""
+    """The line and the node of one key, or of one index; None if there is no such child."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             if name.value == step:

@@ -23,7 +23,7 @@ LARGE, SMALL = 5.0, 3.0
 
 @dataclass(frozen=True)
 class Mark:
-    """One ratio at one M, with its 95% interval; a limit is None where it is unbounded."""
+    """One ratio at one M, with its 95% interval; a limit is None if it is unbounded."""
 
     m: int
     ratio: float
@@ -73,7 +73,7 @@ class Scale:
 
 
 def draw_curve(verdict: Verdict, width: int, height: int, kind: str = "") -> str:
-    """The whole SVG, `width` by `height` pixels; empty where no ratio was measured.
+    """The whole SVG, `width` by `height` pixels; empty if no ratio was measured.
 
     kind: a further class of the SVG
     """

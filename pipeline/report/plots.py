@@ -20,7 +20,7 @@ Latency = Callable[[ServingFigures], float | None]
 
 
 def draw_plots(verdict: Verdict) -> dict[str, bytes]:
-    """File name to PNG, in the order a reader wants them; empty where nothing was measured."""
+    """File name to PNG, in the order a reader wants them; empty if nothing was measured."""
     if not verdict.curve:
         return {}
     return {

@@ -41,7 +41,7 @@ def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], str]:
 
 
 def _time_kv(run: Run, kv_format: str, m: int) -> KVMeasurement | None:
-    """The artifact's KV format at M and at the workload's contexts; None where memory does not hold that."""
+    """The artifact's KV format at M and at the workload's contexts; None if memory does not hold that."""
     device = torch.device(run.options.device)
     layers = attention_layers_of(run.artifact, resolve_dtype(run.options.dtype), device)
     context = run.workload.input_len + run.workload.output_len

@@ -27,7 +27,7 @@ INT4 and NVFP4 artifacts is 1% to 3% of the entropy, so on less than this many a
 def read_given(
     path: Path, artifact: Checkpoint, baseline: Checkpoint, tokens: int, window: int, prompt: int
 ) -> HeldOutText:
-    """As `read_held_out`. UserError where the text is too short, or always the same."""
+    """As `read_held_out`. UserError if the text is too short, or always the same."""
     text = read_held_out(path, artifact, baseline, tokens, window, prompt)
     predicted = sum(len(window) - 1 for window in text.windows)
     if predicted < LEAST_TOKENS:
@@ -43,7 +43,7 @@ def read_given(
 
 
 def require_doubt(path: Path, figures: Comparison) -> None:
-    """UserError where the baseline is so sure of the text that no artifact could differ from it."""
+    """UserError if the baseline is so sure of the text that no artifact could differ from it."""
     entropy = figures.baseline_entropy
     if entropy is not None and entropy < LEAST_ENTROPY:
         found = f"{entropy:.3f} nats of entropy in the baseline's predictions"

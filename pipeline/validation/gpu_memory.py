@@ -58,17 +58,17 @@ class Side:
 @dataclass(frozen=True)
 class MemoryPlan:
     grants: Mapping[str, MemoryGrant | None]
-    """By side; None where the user has said it, or there is no GPU."""
+    """By side; None if the user has said it, or there is no GPU."""
     together: bool
     """Whether all servers can be up at the same time; otherwise they take turns."""
     in_turns_because: str = ""
-    """What they need and what there is, and how to have them up together; empty where they are."""
+    """What they need and what there is, and how to have them up together; empty if they are."""
 
 
 def plan_memory(
     sides: Sequence[Side], placement: Placement, mem_info: MemInfo = torch.cuda.mem_get_info
 ) -> MemoryPlan:
-    """UserError where a server would not fit even by itself."""
+    """UserError if a server would not fit even by itself."""
     least, asked, taken = {}, {}, dict[int, float]()
     grants: dict[str, MemoryGrant | None] = {}
     memory = {device: mem_info(device) for side in sides for device in side.devices}

@@ -52,12 +52,12 @@ class HeldOutText:
 
     @property
     def end_token(self) -> int | None:
-        """The tokenizer's end-of-sequence token; None where it has none."""
+        """The tokenizer's end-of-sequence token; None if it has none."""
         return self.tokenizer.eos_token_id
 
     @property
     def conversations(self) -> Conversations | None:
-        """How conversations become tokens; None where no chat template renders plain ones."""
+        """How conversations become tokens; None if no chat template renders plain ones."""
         if not self.tokenizer.chat_template:
             return None
         try:

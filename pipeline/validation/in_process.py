@@ -58,7 +58,7 @@ class InProcessFigures:
     dtype: str
     baseline_dtype: str
     by_domain: Mapping[str, Comparison] = field(default_factory=dict)
-    """Empty where all of the text is of one domain."""
+    """Empty if all of the text is of one domain."""
     given: Comparison | None = None
     """On the text that was given besides."""
     by_layers: bool = False
@@ -181,7 +181,7 @@ class TextScorer:
 
 
 def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> tuple[float, float]:
-    """By how many nats the log-probabilities differ, mean and largest; infinite where any is missing."""
+    """By how many nats the log-probabilities differ, mean and largest; infinite if any is missing."""
     if len(told) != len(expected):
         return math.inf, math.inf
     pairs = zip(told, expected, strict=True)

@@ -93,7 +93,7 @@ def _positive(value: Any) -> list[int]:
 
 
 def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str, Any] | None:
-    """None where it cannot: what is wrong then shows where the model is loaded."""
+    """None if it cannot: what is wrong then shows where the model is loaded."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -46,7 +46,7 @@ def _require_reader(reader: str) -> None:
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """UserError where a value is none that it can have."""
+    """UserError if a value is none that it can have."""
 
     baseline: str | None = option(
         None,

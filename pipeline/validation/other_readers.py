@@ -18,7 +18,7 @@ from .loaded_config import contradictions
 
 
 def misreadings(artifact: Checkpoint) -> tuple[str, ...]:
-    """Each with its file and field, in the order of files. UserError where a file cannot be read."""
+    """Each with its file and field, in the order of files. UserError if a file cannot be read."""
     return tuple(_all(artifact))
 
 

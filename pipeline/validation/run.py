@@ -116,7 +116,7 @@ class Run:
 
 
 def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
-    """UserError where the model takes no requests as long as the workload's."""
+    """UserError if the model takes no requests as long as the workload's."""
     context, needed = checkpoint.context, longest_request(workload)
     if context is not None and needed > context:
         raise UserError(

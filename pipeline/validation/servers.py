@@ -50,7 +50,7 @@ def sized_options(
 ) -> EngineOptions:
     """The options that are given, and the sizes that the workload, or a task's longest prompt, needs.
 
-    UserError where the servers would be too short for the workload.
+    UserError if the servers would be too short for the workload.
 
     context: the most tokens of a request that the models take, where it is known; the workload fits in it
     """
@@ -98,9 +98,9 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: in
     """With chunks so large for long prompts that prefill of all M ends in a quarter of an answer's steps.
     Otherwise the first requests end before the last begin to decode, and M never decode together.
 
-    UserError where the largest chunks are not enough for half of it.
+    UserError if the largest chunks are not enough for half of it.
 
-    longest: the most tokens of a request; None where nothing limits it
+    longest: the most tokens of a request; None if nothing limits it
     """
     if workload.input_len <= LONG_PROMPT:
         return options
@@ -139,7 +139,7 @@ def artifact_options(options: EngineOptions, manifest: Artifact | None) -> Engin
 
 
 def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
-    """UserError where an option was given that no server would get."""
+    """UserError if an option was given that no server would get."""
     ours, theirs = engine_named(engine), engine_named(baseline_engine)
     for name, value in given.items():
         reached = ours.options if name in ARTIFACT_ONLY else ours.options | theirs.options
@@ -173,7 +173,7 @@ def placed(asked: str, placement: Placement) -> str:
 
 
 def gpu_name(index: int) -> str:
-    """UserError where there is no such GPU."""
+    """UserError if there is no such GPU."""
     count = torch.cuda.device_count()
     if index >= count:
         raise UserError(f"there is no GPU {index}: this torch sees {count}; name others with --devices")
@@ -185,7 +185,7 @@ def sides_of(
     placement: Placement,
     name_of: Callable[[int], str] = gpu_name,
 ) -> list[Side]:
-    """The servers with their places. UserError where those are GPUs of several kinds.
+    """The servers with their places. UserError if those are GPUs of several kinds.
 
     wanted: name, engine, checkpoint and options of each
     """
@@ -250,7 +250,7 @@ def recorded_options(
     dtype: str,
     placement: Placement = ANYWHERE,
 ) -> dict[str, OptionValue] | None:
-    """What the server of `checkpoint` was started with, `auto` resolved; None where it was not started here.
+    """What the server of `checkpoint` was started with, `auto` resolved; None if it was not started here.
 
     Of the placement only what was asked for.
 

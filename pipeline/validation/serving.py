@@ -88,7 +88,7 @@ def serve_sides(
     `look` runs while the servers start if memory allows that, else before. `score` runs while they stop, or
     after that.
 
-    UserError where a server was ended from elsewhere.
+    UserError if a server was ended from elsewhere.
     """
     sides = sides_of(_sides_without_places(run), run.placement)
     is_roomy = has_room(sides)
@@ -155,7 +155,7 @@ def _together(
     look: Look[FindingsT],
     score: Score[FindingsT, ScoresT],
 ) -> tuple[FindingsT, RunFigures, tuple[TaskScore, ...], ScoresT | None]:
-    """All servers up at the same time. Scores are None where there was no room to make them here."""
+    """All servers up at the same time. Scores are None if there was no room to make them here."""
     at_once = is_roomy or may_start_at_once(servers.sides, servers.plan)
     started = servers.started
     scores = None
@@ -248,7 +248,7 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
 
 
 def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:
-    """None where the artifact's server claims nothing. As late as other requests of the gate's own."""
+    """None if the artifact's server claims nothing. As late as other requests of the gate's own."""
     claim, workload = run.options.batch_invariance, run.workload
     if claim == "tuned":
         return None

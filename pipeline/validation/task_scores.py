@@ -27,7 +27,7 @@ Results = Mapping[str, Any]
 
 
 def require_lm_eval() -> None:
-    """UserError where it is not installed: better before hours of work than after."""
+    """UserError if it is not installed: better before hours of work than after."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks runs lm-eval, which is not installed; pip install 'lm-eval[api]'")
 

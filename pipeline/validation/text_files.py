@@ -42,7 +42,7 @@ SHOWN_CHARACTERS = 40
 
 
 def compare_text_files(artifact: Checkpoint, baseline: Checkpoint) -> tuple[TextDifference, ...]:
-    """Every part that is not the baseline's, with where. UserError where a file of either cannot be read."""
+    """Every part that is not the baseline's, with where. UserError if a file of either cannot be read."""
     found: list[tuple[str, str | None]] = []
     if not _same_files(artifact, baseline):
         found += _tokenizers(artifact, baseline)
@@ -100,7 +100,7 @@ def _by_content(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[st
 
 
 def _content(checkpoint: Checkpoint, name: str) -> Any:
-    """What is in a file, whatever its spaces and the order of its keys; None where there is no such file."""
+    """What is in a file, whatever its spaces and the order of its keys; None if there is no such file."""
     path = checkpoint.folder / name
     if not path.is_file():
         return None

@@ -51,7 +51,7 @@ def compare_weights(
     device: str = "cpu",
     progress: bool = True,
 ) -> WeightComparison | None:
-    """Every stored tensor of `artifact` against `baseline`; None where the baseline is itself quantized.
+    """Every stored tensor of `artifact` against `baseline`; None if the baseline is itself quantized.
 
     has_kv_format: keys and values are stored quantized, so the weights need not be
     device:        where errors are computed
@@ -172,7 +172,7 @@ class _Comparison:
         return error, norm
 
     def _columns(self, module: str) -> Tensor | None:
-        """fp32 [K], by which the module's columns were multiplied; None where they were not.
+        """fp32 [K], by which the module's columns were multiplied; None if they were not.
 
         A norm that was exchanged or damaged gives others, and its modules another error than is recorded.
         """

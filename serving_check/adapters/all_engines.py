@@ -15,7 +15,7 @@ __all__ = ["DEFAULT_ENGINE", "ENGINES", "engine_named", "find_engine"]
 
 
 def find_engine(word: str) -> Engine | None:
-    """The engine that `word` names or begins like; None where none does."""
+    """The engine that `word` names or begins like; None if none does."""
     for name, engine in ENGINES.items():
         if word == name or word.startswith(engine.prefixes):
             return engine

@@ -53,7 +53,7 @@ def own_processes() -> list[int]:
 
 
 def usable_by(processes: Sequence[int]) -> set[int]:
-    """The cores that any of the processes may run on; empty where it is not known."""
+    """The cores that any of the processes may run on; empty if it is not known."""
     found: set[int] = set()
     for pid in processes:
         with suppress(OSError, AttributeError):
@@ -63,7 +63,7 @@ def usable_by(processes: Sequence[int]) -> set[int]:
 
 def computing_threads(processes: Sequence[int]) -> int | None:
     """How many threads of the busiest process compute: those that used half as much CPU time as the busiest
-    one, or more, since a product's threads share its work evenly. None where it is not known."""
+    one, or more, since a product's threads share its work evenly. None if it is not known."""
     ticks = [_threads_ticks(pid) for pid in processes]
     busiest = max(ticks, key=sum, default=[])
     return sum(2 * used >= max(busiest) for used in busiest) or None
@@ -125,7 +125,7 @@ def _below(ancestor: int, statuses: Mapping[int, _Status]) -> list[int]:
 
 
 def _status(pid: int) -> _Status | None:
-    """None where the process has ended."""
+    """None if the process has ended."""
     return _status_in(PROC / str(pid))
 
 

@@ -49,7 +49,7 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def metrics(self) -> dict[str, float]:
-        """`/metrics` as `name{labels}` to value; empty where the server has none, or is gone."""
+        """`/metrics` as `name{labels}` to value; empty if the server has none, or is gone."""
         try:
             return {**parse_metrics(_get(self.base_url + "/metrics", self.headers())), **self.from_log()}
         except (OSError, UnicodeDecodeError):
@@ -62,7 +62,7 @@ class Endpoint:
         return self.resident_bytes() if told is None else int(told)
 
     def complete(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """The one choice that `/v1/completions` gives for `body`; None where the server fails."""
+        """The one choice that `/v1/completions` gives for `body`; None if the server fails."""
         request = urllib.request.Request(
             self.base_url + "/v1/completions",
             data=json.dumps({"model": self.model, **body}).encode(),

@@ -95,14 +95,14 @@ class Engine:
     card_command: Callable[[str, str | None], CardCommand | None] = lambda model, method: None
     """How to serve `model`, a Hub id or a folder, quantized by `method`; None says nothing."""
     kv_cache_words: Callable[[str], Sequence[str] | None] = lambda kv_format: ()
-    """What its command needs besides for a checkpoint made for `kv_format`; None where it has none such."""
+    """What its command needs besides for a checkpoint made for `kv_format`; None if it has none such."""
     packs_with_layouts: bool = False
     """Whether it serves in the layouts of `layouts/` as this process does: then `loads` compares what both
     packed, and a slow M may be a layout's fault."""
     starts: bool = True
     """Whether its server is started here; otherwise it is running already."""
     memory_option: str | None = None
-    """The word of its command before a share of the GPU's memory; None where it takes what its options ask
+    """The word of its command before a share of the GPU's memory; None if it takes what its options ask
     for."""
     takes_kv_cache_bytes: bool = False
     """Whether, told how much is for keys and values, it does not measure what is free while it starts."""

@@ -40,14 +40,14 @@ class ExternalCommand:
         return Availability(True, found if version is None else f"{found}, {version}")
 
     def kv_cache_words(self, kv_format: str) -> tuple[str, ...] | None:
-        """None where it has no such format."""
+        """None if it has no such format."""
         if kv_format == UNQUANTIZED:
             return ()
         name = self.kv_formats.get(kv_format)
         return None if name is None else ("--kv-cache-dtype", name)
 
     def required_kv_cache_words(self, kv_cache_dtype: str) -> tuple[str, ...]:
-        """The same; UserError where it has no such format."""
+        """The same; UserError if it has no such format."""
         words = () if kv_cache_dtype == AUTO else self.kv_cache_words(kv_cache_dtype)
         if words is None:
             raise UserError(
@@ -64,7 +64,7 @@ class ExternalCommand:
         telemetry: Telemetry,
         environment: Mapping[str, str] | None = None,
     ) -> SubprocessEndpoint:
-        """On a free loopback port, not yet started; what the user adds comes last. UserError where the
+        """On a free loopback port, not yet started; what the user adds comes last. UserError if the
         command is not there.
 
         model: the words that name the checkpoint; environment: variables it is given besides

@@ -27,7 +27,7 @@ class CoresTime:
 
 
 def cores_time(cores: Collection[int]) -> CoresTime | None:
-    """Of these cores, by number; None where it is not known."""
+    """Of these cores, by number; None if it is not known."""
     try:
         lines = STAT.read_text(encoding="utf-8").splitlines()
     except OSError:

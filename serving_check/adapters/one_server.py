@@ -15,7 +15,7 @@ SAME = 0.9
 
 
 def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
-    """UserError where both endpoints are one port of one machine, under whatever name."""
+    """UserError if both endpoints are one port of one machine, under whatever name."""
     if _addresses(artifact.base_url) & _addresses(baseline.base_url):
         raise UserError(
             f"{artifact.base_url} and {baseline.base_url} are the same server; "
@@ -26,7 +26,7 @@ def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
 def refuse_shared_counter(
     artifact: Endpoint, before: dict[str, float], after: dict[str, float], tokens: int
 ) -> None:
-    """UserError where the artifact's counter rose by the `tokens` that only the baseline was asked for."""
+    """UserError if the artifact's counter rose by the `tokens` that only the baseline was asked for."""
     series = artifact.series.generation_tokens
     first, last = total(before, series), total(after, series)
     if first is None or last is None or not tokens or last - first < SAME * tokens:

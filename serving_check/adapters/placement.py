@@ -33,7 +33,7 @@ def gpus_here() -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs and further words for the servers' commands. UserError where a value is none that it can have."""
+    """GPUs and further words for the servers' commands. UserError if a value is none that it can have."""
 
     devices: tuple[int, ...] | None = option(
         None,

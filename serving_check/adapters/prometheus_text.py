@@ -26,7 +26,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def total(samples: Mapping[str, float], metric: str | None) -> float | None:
-    """The sum of `metric` over all its label sets; None where it is absent, or has no name.
+    """The sum of `metric` over all its label sets; None if it is absent, or has no name.
 
     A counter may be asked for with or without its `_total` ending.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Series:
-    """The series of `/metrics` that holds each figure; None where an engine has none.
+    """The series of `/metrics` that holds each figure; None if an engine has none.
 
     Counters are named as they are read, `_total` included.
     """

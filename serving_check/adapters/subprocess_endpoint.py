@@ -45,7 +45,7 @@ class LogReader:
     failure: Callable[[str], str | None] = lambda log: None
     """Why a start ended, and what to do, in one line."""
     ending: Callable[[str], str | None] = lambda log: None
-    """What ended it while it served, where that was the machine; None where it was what it serves."""
+    """What ended it while it served, where that was the machine; None if it was what it serves."""
     series: Callable[[Path], Mapping[str, float]] = lambda log: {}
     """As `/metrics` would have them."""
 

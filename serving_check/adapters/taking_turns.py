@@ -15,7 +15,7 @@ class TakingTurns:
         self.up: str | None = None
 
     def take(self, side: str) -> Endpoint:
-        """The endpoint of that side's server, which is now up. UserError where it does not start."""
+        """The endpoint of that side's server, which is now up. UserError if it does not start."""
         if self.up == side:
             return self._endpoints[side]
         self.stop()

@@ -103,7 +103,7 @@ ending_of = functools.partial(first_failure, ENDINGS)
 def compilations_in(path: Path) -> Mapping[str, float]:
     """The kernels that the log at `path` tells of, compiled after warm-up, as series with labels.
 
-    vLLM names each kernel once, however often it compiles it. Empty where its monitor is not on.
+    vLLM names each kernel once, however often it compiles it. Empty if its monitor is not on.
     """
     try:
         log = path.read_text(errors="replace")

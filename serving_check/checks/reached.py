@@ -17,7 +17,7 @@ LEAST_OF_BASELINE = 0.5
 
 
 def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
-    """How many requests a server runs together at most, as its `/metrics` say; None where they do not."""
+    """How many requests a server runs together at most, as its `/metrics` say; None if they do not."""
     limit = total(samples, series.max_num_seqs)
     return None if limit is None else int(limit)
 

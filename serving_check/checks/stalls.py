@@ -112,7 +112,7 @@ def m_in_doubt(
 
 
 def m_to_watch(measured: Sequence[MeasuredM]) -> int | None:
-    """The largest M that both sides served; None where there is none."""
+    """The largest M that both sides served; None if there is none."""
     return max((level.m for level in _measured_on_both(measured)), default=None)
 
 

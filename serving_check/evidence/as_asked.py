@@ -71,7 +71,7 @@ def _problems(
 
 
 def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
-    """Those that text is made of: all but the end-of-sequence token; None where the server does not tell."""
+    """Those that text is made of: all but the end-of-sequence token; None if the server does not tell."""
     if answer.token_ids is None:
         return None
     tokens = list(answer.token_ids)

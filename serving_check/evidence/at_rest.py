@@ -57,7 +57,7 @@ class AtRestFigures:
     last: tuple[float, ...]
     """The same at the end."""
     baseline_burst: tuple[BurstPart, ...] = ()
-    """Empty where the baseline's server was not up."""
+    """Empty if the baseline's server was not up."""
     baseline_first: tuple[float, ...] = ()
     baseline_last: tuple[float, ...] = ()
     between: int = 0

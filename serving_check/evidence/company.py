@@ -68,7 +68,7 @@ class _Probe:
 
 
 Answer = list[tuple[Any, ...]] | None
-"""For each token its text, logprob and alternatives; None where the request failed."""
+"""For each token its text, logprob and alternatives; None if the request failed."""
 
 
 def compare_in_company(

@@ -81,7 +81,7 @@ def rival_decisions_of(
 def rival_point(
     measured: MeasuredM, decision: Decision | None, workload: WorkloadSettings
 ) -> RivalPoint | None:
-    """The rival at one M; `decision` is None where the M has no vote."""
+    """The rival at one M; `decision` is None if the M has no vote."""
     if not measured.rival:
         return None
     ratios = measured.log_ratios(output_throughput, over_rival=True)
@@ -153,7 +153,7 @@ def _decided_by_m(
 def part_point(
     measured: MeasuredM, decision: Decision | None, figure: Figure, unit: float = 1.0
 ) -> PartPoint | None:
-    """None where the part is not judged by itself. unit: what one of the figure stands for"""
+    """None if the part is not judged by itself. unit: what one of the figure stands for"""
     if decision is None:
         return None
     ours, theirs = (

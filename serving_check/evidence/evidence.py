@@ -17,7 +17,7 @@ from .quality_figures import Comparison
 from .undisturbed import AloneFigures
 
 PackedLayers = Mapping[str, int] | None
-"""How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None where a server does not
+"""How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None if a server does not
 say, or is no loader of ours."""
 
 
@@ -36,7 +36,7 @@ class ModelFigures:
     packed_weights: int | None = None
     """How many weights are packed, where a server elsewhere may pack them in other layouts; else None."""
     weight_bytes: int = 0
-    """Of all parameters as they lie in memory; 0 where that is not known."""
+    """Of all parameters as they lie in memory; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Evidence:
     at_rest: AtRestFigures | None = None
     """Of both servers when all load had ended; null if nobody looked."""
     quality_by_domain: Mapping[str, Comparison] = field(default_factory=dict)
-    """The same on the text of each domain, such as `code`; empty where all of it is of one domain."""
+    """The same on the text of each domain, such as `code`; empty if all of it is of one domain."""
     foreign_domains: Mapping[str, float] = field(default_factory=dict)
     """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
     quality_of_given: Comparison | None = None

@@ -127,7 +127,7 @@ class Block:
     def log_ratio(self, figure: Callable[[Repeat], float | None], over_rival: bool = False) -> float | None:
         """The block's log ratio of `figure`, artifact over baseline or over rival.
 
-        None where a repeat has no such figure, or the block was broken off.
+        None if a repeat has no such figure, or the block was broken off.
         """
         artifact = [figure(result) or 0.0 for result in self.artifact]
         other = [figure(result) or 0.0 for result in (self.rival if over_rival else self.baseline)]

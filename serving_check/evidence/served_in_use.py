@@ -40,7 +40,7 @@ class ServedInUse:
     prompts_beside: int
     """Other requests whose prompt was read while it decoded."""
     logprobs: tuple[float | None, ...] | None = None
-    """Nats, as the server told them; None where it was not asked."""
+    """Nats, as the server told them; None if it was not asked."""
     end_token: int | None = None
     """A token that could not be chosen: the end of sequence, where a least length was asked for."""
     repeats_other_seed: bool | None = None

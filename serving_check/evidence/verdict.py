@@ -184,7 +184,7 @@ class Subject:
     quantization: str
     """The checkpoint's convention and format in a few words, or `none`."""
     layouts: dict[str, int]
-    """Linear layers in each layout; empty where nothing is quantized or the engine is not ours."""
+    """Linear layers in each layout; empty if nothing is quantized or the engine is not ours."""
     weights_sha256: str | None = None
     """sha256 over the names and sha256s of config.json and the safetensors files."""
     made_from_sha256: str | None = None

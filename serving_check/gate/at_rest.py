@@ -58,7 +58,7 @@ class Sides:
 
     artifact: Endpoint
     baseline: Endpoint | None
-    """None where the servers take turns: only the artifact's is up."""
+    """None if the servers take turns: only the artifact's is up."""
     workload: WorkloadSettings
     text: Sequence[int]
     repeat: Repeats

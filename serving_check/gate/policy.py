@@ -50,7 +50,7 @@ def declarable() -> list[str]:
 
 
 def declared_by(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """What a recipe sets of the bounds and of the policy. UserError where that is no number."""
+    """What a recipe sets of the bounds and of the policy. UserError if that is no number."""
     return {name: checked_bound(name, recipe[name]) for name in declarable() if recipe.get(name) is not None}
 
 
@@ -77,7 +77,7 @@ def weaker_settings(
 ) -> list[str]:
     """What is weaker than the policy, as the recipe lowers it, and known before anything is measured.
 
-    kv_cache_dtype: how the artifact's keys and values are stored; None where that is not known
+    kv_cache_dtype: how the artifact's keys and values are stored; None if that is not known
     """
     policy = _policy(declared)
     ms = sorted(workload.ms)
@@ -111,7 +111,7 @@ def weaker_settings(
 
 
 def weaker(verdict: Verdict) -> list[str]:
-    """Everything in which a verdict is weaker than the policy; empty where it may be published."""
+    """Everything in which a verdict is weaker than the policy; empty if it may be published."""
     declared = verdict.declared
     kv_cache_dtype = verdict.artifact.kv_cache_dtype
     found = weaker_settings(
@@ -189,7 +189,7 @@ def unlike_options(environment: Environment) -> list[str]:
 
 
 def first_lines_of(verdict: Verdict) -> list[str]:
-    """What a verdict and its card say before anything else; empty where there is nothing of the kind."""
+    """What a verdict and its card say before anything else; empty if there is nothing of the kind."""
     return first_lines(
         verdict.exploratory,
         verdict.declared,
@@ -206,7 +206,7 @@ def first_lines(
     unlike: Sequence[str] = (),
     stored_as: str | None = None,
 ) -> list[str]:
-    """What a verdict and a card say before anything else; empty where all was judged, by the policy as it is.
+    """What a verdict and a card say before anything else; empty if all was judged, by the policy as it is.
 
     other_inputs: what the model takes besides text
     unlike: the options that the servers do not share, as `unlike_options` finds them

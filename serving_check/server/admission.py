@@ -74,7 +74,7 @@ class Admission:
         )
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None where the client left before its end."""
+        """The body; None if the client left before its end."""
         chunks: list[bytes] = []
         size = 0
         try:

@@ -63,7 +63,7 @@ def create_app(
 ) -> FastAPI:
     """The application; `engine` must be ready, and is listened to from the moment the application starts.
 
-    workers: for the tokenizer's work; None where there is no tokenizer
+    workers: for the tokenizer's work; None if there is no tokenizer
     """
 
     @asynccontextmanager

@@ -73,7 +73,7 @@ class Mailbox:
         self._changed.set()
 
     async def take(self) -> dict[int, NewTokens]:
-        """Wait for new tokens and take them all, by sequence. Raises ApiError where the request failed."""
+        """Wait for new tokens and take them all, by sequence. Raises ApiError if the request failed."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:

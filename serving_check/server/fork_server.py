@@ -153,7 +153,7 @@ class Request:
 
 
 def _fork(address: str, theirs: Connection, main: Main, arguments: Sequence[Any]) -> Process | None:
-    """None where nobody listens at `address`, or what listens there would make another process of it."""
+    """None if nobody listens at `address`, or what listens there would make another process of it."""
     job = pickle.dumps((main, arguments))
     if b"__main__" in job:
         return None

@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds that are checked before the work they bound. UserError where a value is none it can have."""
+    """Bounds that are checked before the work they bound. UserError if a value is none it can have."""
 
     max_body_mib: int = option(4, "Largest request body, in MiB; a larger one is answered 413.", minimum=1)
     max_prompts: int = option(

@@ -57,7 +57,7 @@ class ServedModel:
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None where its template takes none."""
+        """How the model writes calls of tools; None if its template takes none."""
         template = getattr(self.tokenizer, "chat_template", None)
         return format_of("".join(template.values()) if isinstance(template, dict) else template)
 

@@ -42,7 +42,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Dis
 
 
 def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
-    """The JSON schema that an answer has to satisfy; None where it may be any text."""
+    """The JSON schema that an answer has to satisfy; None if it may be any text."""
     if isinstance(response_format, JsonSchemaFormat):
         return response_format.json_schema.json_schema
     return {"type": "object"} if isinstance(response_format, JsonObjectFormat) else None
@@ -61,7 +61,7 @@ def schema_of_call(name: str, parameters: dict[str, Any] | None) -> dict[str, An
 def compile_schema(tokenizer: Any, schema: dict[str, Any]) -> str:
     """A grammar for the engine; runs in a worker, whose tokenizer it has no need of.
 
-    ApiError where the schema is none, too large, or not supported.
+    ApiError if the schema is none, too large, or not supported.
     """
     try:
         import llguidance

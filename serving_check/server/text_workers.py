@@ -54,7 +54,7 @@ class TextWorkers:
         return [pid for worker in list(self._all) if (pid := worker.pid) is not None]
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(tokenizer, *arguments)`, both picklable. ApiError where that takes too long."""
+        """`function(tokenizer, *arguments)`, both picklable. ApiError if that takes too long."""
         job = asyncio.get_running_loop().run_in_executor(self._threads, self._run, function, arguments)
         try:
             return await asyncio.wait_for(job, START_SECONDS)

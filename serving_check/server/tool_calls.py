@@ -36,7 +36,7 @@ MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[ARGS\])?(?=\{)")
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The form that a chat template teaches; None where it takes no tools, or in a form not known here."""
+    """The form that a chat template teaches; None if it takes no tools, or in a form not known here."""
     if not template or "tools" not in template:
         return None
     return next((form for form in FORMATS if any(mark in template for mark in form.template_marks)), None)
@@ -110,7 +110,7 @@ class ToolParser:
         return shown, calls
 
     def _split(self, text: str) -> tuple[str, str | None]:
-        """What comes before `begin`, and what after it; None where it has not come."""
+        """What comes before `begin`, and what after it; None if it has not come."""
         held = self._begin.held + text
         before = self._begin.feed(text)
         if not self._begin.found:

@@ -16,12 +16,12 @@ class Answer:
 
     text: str
     token_ids: "array[int] | None"
-    """As the server told them beside the text; None where it does not."""
+    """As the server told them beside the text; None if it does not."""
     finish_reason: str | None = None
     logprobs: tuple[float | None, ...] | None = None
-    """Of the chosen tokens; None where the server tells none."""
+    """Of the chosen tokens; None if the server tells none."""
     prompt_token_ids: tuple[int, ...] | None = None
-    """What the server made of a chat; None where it does not tell."""
+    """What the server made of a chat; None if it does not tell."""
     is_parsed: bool = False
     """Whether the server took some of the text out: reasoning, or calls of tools."""
 

@@ -12,7 +12,7 @@ from ..adapters.series import SCALEGATE_SERIES, Series
 
 @dataclass(frozen=True)
 class EngineWork:
-    """Counts and sums over one run, or several added up; None where the server does not say."""
+    """Counts and sums over one run, or several added up; None if the server does not say."""
 
     steps: float | None = None
     waiting_request_steps: float | None = None
@@ -69,7 +69,7 @@ class EngineWork:
 
 
 def difference(before: dict[str, float], after: dict[str, float], series: str | None) -> float | None:
-    """By how much a counter rose; None where the server has none."""
+    """By how much a counter rose; None if the server has none."""
     later = total(after, series)
     return None if later is None else later - (total(before, series) or 0.0)
 
@@ -77,7 +77,7 @@ def difference(before: dict[str, float], after: dict[str, float], series: str | 
 def steps_by_running(
     before: dict[str, float], after: dict[str, float], series: Series
 ) -> dict[int, int] | None:
-    """How many decode steps ran with how many requests in them; None where the server does not say."""
+    """How many decode steps ran with how many requests in them; None if the server does not say."""
     counted = by_label(after, series.steps_by_running, "running")
     if not counted:
         return None
@@ -87,7 +87,7 @@ def steps_by_running(
 
 
 def preemptions(before: dict[str, float], after: dict[str, float], series: Series) -> int | None:
-    """How many requests were preempted; None where the server does not say."""
+    """How many requests were preempted; None if the server does not say."""
     count = difference(before, after, series.preemptions)
     return None if count is None else int(count)
 

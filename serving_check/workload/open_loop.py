@@ -37,9 +37,9 @@ class OpenLoopResult:
     records: tuple[RequestRecord, ...]
     """One for each of `requests`, in their order, with its prompt and its answer."""
     steps_by_running: dict[int, int] | None
-    """How many decode steps ran with how many requests in them; None where the server does not say."""
+    """How many decode steps ran with how many requests in them; None if the server does not say."""
     generation_tokens: float | None
-    """By how much the server's own counter of generated tokens rose; None where it has none."""
+    """By how much the server's own counter of generated tokens rose; None if it has none."""
     preemptions: int | None
 
 

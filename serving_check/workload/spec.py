@@ -84,7 +84,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class MetricsSample:
-    """One look at `/metrics` while the workload ran; None where the server has no such series."""
+    """One look at `/metrics` while the workload ran; None if the server has no such series."""
 
     time: float
     """Seconds since the first measured request was sent."""
@@ -105,10 +105,10 @@ class WorkloadResult:
     steps_by_running: dict[int, int] | None
     """How many decode steps ran with how many requests in them, counted by the server itself.
 
-    None where the server does not say; only `samples` then tell what M was.
+    None if the server does not say; only `samples` then tell what M was.
     """
     preemptions: int | None
-    """Preemptions during the measurement; None where the server does not say."""
+    """Preemptions during the measurement; None if the server does not say."""
     engine: EngineWork = field(default_factory=EngineWork)
     """What else the server counted meanwhile."""
     began: float = 0.0

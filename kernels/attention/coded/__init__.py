@@ -1,1 +1,1 @@
-"""What the kernels of all coded KV formats share."""
+"""Functions that the kernels of all coded KV formats share."""

@@ -15,7 +15,7 @@ def _rotate_back(
     rotated_ptr, out_ptr, lengths_ptr, num_requests,
     HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of one token's result, unless the token is a decoding request's."""
+    """Rotates back ROWS heads of one token's result, unless the token belongs to a decoding request."""
     token = tl.program_id(0).to(tl.int64)
     if is_decoding(token, lengths_ptr, num_requests):
         return
@@ -29,7 +29,7 @@ def _rotate_back(
 def rotate_back(rotated: Tensor, lengths: Tensor, out: Tensor, num_decodes: int | None = None) -> None:
     """Write the prompts' tokens of `rotated`, [T, H, D], rotated back into `out`, of any float dtype.
 
-    num_decodes: of the tokens, which stand first; None where the host does not know
+    num_decodes: number of decoding tokens, which come first; None if the host does not know it
     """
     if num_decodes is not None and rotates_by_products(rotated):
         rotate_rows(rotated[num_decodes:], out[num_decodes:])

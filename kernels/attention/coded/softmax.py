@@ -1,4 +1,4 @@
-"""Attention over four slices of a head's channels: what the kernels of coded pages share; Triton.
+"""Attention over four slices of a head's channels, shared by the kernels of coded pages; Triton.
 
 A word holds the codes of four channels, so queries, keys, values and results are cut into four slices of D/4
 channels. `channel`, int32 [D/4], has the channels of the first slice; each further slice begins STEP later.
@@ -16,7 +16,7 @@ from ..decode import PROGRAMS_WANTED
 
 @triton.jit
 def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
-    """Four tensors [N, D/4] of rows of D that begin at `at`, int64 [N]; zeros where `mask`, [N], is false.
+    """Four tensors [N, D/4] of rows of D that begin at `at`, int64 [N]; zeros if `mask`, [N], is false.
 
     Slices of neighbouring channels.
     """
@@ -64,14 +64,14 @@ def capped(scores, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b of what a model computes with; PRECISION as `precision_of` says."""
+    """acc + a b in the model's precision; PRECISION comes from `precision_of`."""
     if PRECISION == "ieee":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 def precision_of(x: Tensor) -> str:
-    """Of products of x: bf16 is multiplied as fp32 by interpreters and by GPUs before sm_80."""
+    """The precision for products of x: interpreters and GPUs before sm_80 multiply bf16 as fp32."""
     if x.dtype == torch.float32:
         return "tf32x3"
     is_wide = x.dtype == torch.bfloat16 and compute_capability(x.device) < (8, 0)
@@ -92,7 +92,7 @@ def attend_plain(
     q, acc, largest, total, keys, values, visible, scale_log2, softcap,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys and values that are not coded. Every query must have seen a key.
+    """Attends to one block of uncoded keys and values. Every query must have seen a key.
 
     q, acc, keys, values: four slices, queries and results [D/4, M], keys and values [N, D/4]
     visible: [N, 1 or M]
@@ -120,9 +120,10 @@ def attend_plain(
 
 
 def programs_of_splits(max_splits: int, heads_of_contexts: int) -> int:
-    """Programs that share the splits of one head of a context: a power of two, so that all get as many.
+    """Number of programs that share the splits of one head of a context: a power of two, so that each gets
+    the same number.
 
-    With six of them for 64 splits, a GPU's last round of programs was a third full.
+    With six programs for 64 splits, only a third of a GPU's last round of programs had work.
     """
     wanted = max(1, 2 * PROGRAMS_WANTED // heads_of_contexts)
     return min(max_splits, 1 << wanted.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""What a step's tokens are, for the kernels of coded keys and values; Triton."""
+"""How a step's tokens are laid out, for the kernels of coded keys and values; Triton."""
 
 from ...triton_imports import tl, triton
 

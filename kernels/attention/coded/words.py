@@ -3,9 +3,9 @@
     words  int16 [..., W]       field f of a word is its bits f * b .. f * b + b, for b bits a code
     codes  [..., F, W]          F = 16 / b fields: word w holds code [f, w] in its field f
 
-Two neighbouring words are one register. A mask leaves two codes in it, each in the mantissa of a 16-bit
-float: of fp16, the value of a bare mantissa m is m * 2^-24, exactly, and matrix units take such numbers as
-they are. So no instruction converts a code; the power of two goes into a scale.
+Two neighbouring words are one register. A mask leaves two codes, each in the mantissa of a 16-bit float: an
+fp16 number with the bare mantissa m is exactly m * 2^-24, and matrix units accept such numbers. So no
+instruction converts a code; the scale includes the power of two.
 """
 
 import torch
@@ -36,7 +36,9 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 @constexpr_function
 def _masking(field: int, bits: int) -> str:
-    """One mask for two words; the upper byte of each comes down first, since a mantissa has ten bits."""
+    """The same mask serves two words; the upper byte of each is shifted down first, since a mantissa has ten
+    bits.
+    """
     byte, in_byte = divmod(field * bits, 8)
     mask = (((1 << bits) - 1) << in_byte) * 0x10001
     return f"{{.reg .b32 t; shr.b32 t, $1, {8 * byte}; and.b32 $0, t, {mask};}}"
@@ -44,7 +46,7 @@ def _masking(field: int, bits: int) -> str:
 
 @constexpr_function
 def field_weight(field: int, bits: int) -> int:
-    """How much a code is worth more where its field is not the lowest of its byte; a power of two."""
+    """By what factor a code counts more if its field is not the lowest of its byte; a power of two."""
     return 1 << field * bits % 8
 
 

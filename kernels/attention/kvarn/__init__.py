@@ -1,1 +1,1 @@
-"""KVarN's pages: what their codes mean in torch, and the Triton kernels that write and read them."""
+"""KVarN's pages: the meaning of their codes in torch, and the Triton kernels that write and read them."""

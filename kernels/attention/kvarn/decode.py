@@ -14,8 +14,8 @@ plain. Coded splits are runs of whole pages and take rotated queries; the merge 
 splits are at most PIECE tokens of a held page. Coded splits are numbered first: they take longest, and a
 program takes every n-th split. Splits follow from the request's context alone.
 
-A program is one warp, or two for heads of 256 channels, and takes one (request, kv head, run of splits)
-with all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
+A program is one warp, or two for heads of 256 channels. It handles one (request, kv head, run of splits) with
+all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
 
 Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
 each held token.
@@ -54,7 +54,9 @@ STAGES = 2
 
 @triton.jit
 def _coded_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Pages in a coded split, and splits: a page up to four pages, two up to eight, SPLIT tokens beyond."""
+    """Pages in a coded split, and the number of splits: one page up to four pages, two up to eight, SPLIT
+    tokens beyond.
+    """
     pages = tl.maximum((length - 1) // GROUP_SIZE - 1, 0)
     pages_at_once = tl.where(pages <= 4, 1, tl.where(pages <= 8, 2, max(1, SPLIT // GROUP_SIZE)))
     return pages_at_once, tl.cdiv(pages, pages_at_once)
@@ -71,12 +73,12 @@ def kvarn_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 
 def plain_splits(group_size: int) -> int:
-    """The most that a context has beside those of codes: what its workspace needs further."""
+    """The most uncoded splits of a context: the workspace needs room for these too."""
     return 2 * triton.cdiv(group_size, PIECE.value)
 
 
 class Form(NamedTuple):
-    """What `_attend_splits` is compiled for.
+    """Compile-time parameters of `_attend_splits`.
 
     group: query heads of a kv head, as a power of two, 4 at least; split: tokens of a long context's coded
     split; piece, plain_block: tokens of a plain split, and of those at a time

@@ -1,9 +1,9 @@
 """Writes KVarN pages: every page that is due is normalized, quantized and packed in one launch.
 
 The reference is `quantize_reference` in `reference.py`. A page is due as soon as it has its last token. A
-decoding request's next step writes that page first, in all layers at once (`flush_decoded`): nothing is read
-on the host, and a launch with no page due ends at once. Prefill writes the pages that it fills within the
-step, because later tokens of the prompt read them (`flush_prompts`). Both rotate the same rows by the same
+decoding request's next step first writes that page, in all layers at once (`flush_decoded`): the host reads
+nothing, and a launch ends at once if no page is due. Prefill writes the pages that it fills within the step,
+because later tokens of the prompt read them (`flush_prompts`). Both rotate the same rows with the same
 products, so a page holds the same codes either way.
 
 There are two writers. GPUs of compute capability 8.0 and more (A100, RTX 30 and newer) run the Gluon kernels
@@ -56,7 +56,7 @@ def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
     """Of the rows of x * unit with columns times weight / unit: sums of products, on the matrix units.
 
     x fp16 [N, COUNT] and its squares in halves, weight fp32 [COUNT]. With the upper halves alone, a sum over
-    squares is off by 1e-5 of it, and one of 10,000 codes by one.
+    squares is off by a relative error of 1e-5, and one of 10,000 codes differs by one.
     """
     weight = tl.minimum(weight, LARGEST_WEIGHT)
     high, low = _halves(weight)
@@ -98,8 +98,9 @@ def _normalize(
     """Inverse scales [G] of tokens and [D] of channels; columns, tokens of keys, go first in each turn.
 
     A vector's own scale multiplies its deviation, and the other side's scales are weights in sums over the
-    tile and over its squares, which never change: each turn is two products of both with a few columns.
-    The side that goes first takes the tile's magnitude. Products of inverses, where the paper adds logs.
+    tile and over its squares, which never change: each turn is two products of both with a few columns. The
+    side that is normalized first carries the tile's magnitude. Multiplies inverses, while the paper adds
+    logarithms.
     """
     largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0).to(tl.float32)
     lift = _lift(largest)
@@ -215,9 +216,9 @@ def _flush_decoded(
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, ITERATIONS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head.
+    """Writes the due pages of REQUESTS requests, in one layer, keys or values of one head.
 
-    held_ptr: of any layer; says what all of them hold
+    held_ptr: of any layer; all layers' `held` have the same layout
     """
     one_of = tl.program_id(2) * REQUESTS + tl.arange(0, REQUESTS)
     position = tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) - 1
@@ -249,7 +250,7 @@ def _flush_decoded(
 
 
 class PromptsForm(NamedTuple):
-    """What `_flush_prompts` is compiled for."""
+    """Compile-time parameters of `_flush_prompts`."""
 
     kv_heads: int
     value_bits: int
@@ -265,7 +266,7 @@ def _flush_prompts(
     words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """The pages that GROUP_SIZE tokens of a step's prompts fill: keys or values of one head."""
+    """Writes the pages that GROUP_SIZE prompt tokens of a step fill: keys or values of one head."""
     offset = tl.arange(0, FORM.group_size)
     one_of = tl.program_id(1).to(tl.int64) * FORM.group_size + offset
     position = tl.load(positions_ptr + one_of, mask=one_of < count, other=0)
@@ -299,7 +300,7 @@ def _flush_prompts(
 
 
 def addresses(layers: list[tuple[KVarNTile, Tensor]], device: torch.device) -> Tensor:
-    """int64 [layers, 5]: where each layer's pages and its `held` lie, as `flush_decoded` takes them."""
+    """int64 [layers, 5]: the addresses of each layer's pages and of its `held`, for `flush_decoded`."""
     rows = [[*(part.data_ptr() for part in vars(pages).values()), held.data_ptr()] for pages, held in layers]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
@@ -345,7 +346,7 @@ def flush_prompts(
     pages: KVarNTile,
     value_bits: int,
 ) -> None:
-    """Write one layer's pages that a step's prompts fill; key and value [T, H_kv, D] as in `held.py`."""
+    """Write the pages of one layer that a step's prompts fill; key and value [T, H_kv, D] as in `held.py`."""
     kv_heads, group_size, dim = held.shape[3:]
     grid = 2 * kv_heads, triton.cdiv(len(key), group_size)
     where = key, value, positions, slots, token_rows, lengths, held, *vars(pages).values()

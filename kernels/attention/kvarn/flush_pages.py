@@ -1,6 +1,6 @@
 """Writes the KVarN pages that are due, on GPUs of compute capability 8.0 and more; Gluon.
 
-`flush.py` says when a page is due and has the writer of older GPUs; `flush_tile.py` codes one tile.
+`flush.py` decides when a page is due and contains the writer for older GPUs; `flush_tile.py` codes one tile.
 """
 
 from ...triton_imports import gl, gluon
@@ -18,7 +18,7 @@ def _tile_layout(dim: int):
 
 @gluon.jit
 def _scratch(GROUP_SIZE: gl.constexpr, DIM: gl.constexpr):
-    """Shared memory as `write_tile` takes it."""
+    """Shared memory that `write_tile` uses."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     LONGEST: gl.constexpr = max(GROUP_SIZE, DIM)
@@ -56,9 +56,9 @@ def decoded_kernel(
     KV_HEADS: gl.constexpr, VALUE_BITS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):  # fmt: skip
-    """The pages of REQUESTS requests that are due, in one layer, keys or values of one head.
+    """Writes the due pages of REQUESTS requests, in one layer, keys or values of one head.
 
-    held_ptr: of any layer; says what all of them hold
+    held_ptr: of any layer; all layers' `held` have the same layout
     """
     MMA: gl.constexpr = accumulator(gl.num_warps())
     LOADS: gl.constexpr = rows_layout(GROUP_SIZE, DIM, gl.num_warps())
@@ -98,7 +98,7 @@ def prompts_kernel(
     words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
     KV_HEADS: gl.constexpr, VALUE_BITS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """The pages that GROUP_SIZE tokens of a step's prompts fill: keys or values of one head."""
+    """Writes the pages that GROUP_SIZE prompt tokens of a step fill: keys or values of one head."""
     MMA: gl.constexpr = accumulator(gl.num_warps())
     LOADS: gl.constexpr = rows_layout(GROUP_SIZE, DIM, gl.num_warps())
     offset = gl.arange(0, GROUP_SIZE, gl.SliceLayout(1, LOADS))
@@ -130,5 +130,5 @@ def prompts_kernel(
 
 
 def launch(group_size: int, dim: int) -> dict[str, int]:
-    """How many warps a program has, and registers a thread."""
+    """Number of warps in a program, and of registers for each thread."""
     return {"num_warps": 8 if group_size * dim > 64 * 64 else 4, "maxnreg": REGISTERS}

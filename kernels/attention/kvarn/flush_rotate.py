@@ -1,10 +1,10 @@
 """A page's rows times a Hadamard matrix, between the loads and the tile that is written; Gluon.
 
-The same as `rotate_reference` in `hadamard.py`, rounded to fp16 once. Rows stay in registers: nothing goes
-through shared memory, and no warp waits for another.
+Equals `rotate_reference` in `hadamard.py`, rounded to fp16 once. Rows stay in registers: nothing goes through
+shared memory, and no warp waits for another.
 
-A Hadamard matrix is a product over the bits of a channel's number, in any order. Four bits, among them those
-that a matrix operand spreads over lanes, are one product with +-1, which is exact. Each other bit is a
+A Hadamard matrix is a product over the bits of a channel's number, in any order. Four bits, among them the
+bits that a matrix operand spreads over lanes, are one product with +-1, which is exact. Each other bit is a
 butterfly, which adds and subtracts registers of one thread:
 
     bit    from 5 on    4, 3       2            1            0
@@ -17,7 +17,9 @@ from ...triton_imports import gl, gluon, mma_v2
 
 @gluon.constexpr_function
 def rows_layout(group_size: int, dim: int, warps: int):
-    """[G, D]: a warp has sixteen whole rows, or the same ones as another, a thread eight channels of 32."""
+    """[G, D]: a warp has sixteen whole rows, or the same rows as another warp; a thread has eight of 32
+    channels.
+    """
     registers = [[0, 1], [0, 2], [0, 4]]
     registers += [[0, channel] for channel in _powers(32, dim)]
     registers += [[row, 0] for row in (8, *_powers(16 * warps, group_size))]

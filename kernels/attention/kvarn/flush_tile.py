@@ -1,9 +1,9 @@
 """One KVarN tile normalized, quantized and packed by a program of few registers; Gluon.
 
-The same as a tile in `flush.py`, for matrix units that take operands from registers (from sm_80 on). The tile
-lies in shared memory, and both products, along tokens and along channels, load it from there as their left
-operand and square it on the way. This leaves room for several programs on a multiprocessor, so that one works
-while another waits.
+Equals a tile in `flush.py`, for matrix units that read operands from registers (from sm_80 on). The tile lies
+in shared memory, and both products, along tokens and along channels, load it from there as their left operand
+and square it on the way. This leaves room for several programs on a multiprocessor, so that one works while
+another waits.
 
     rows      of which each has a scale and a zero: channels of keys, tokens of values
     columns   the others, which have a scale alone and go first in each turn
@@ -45,7 +45,7 @@ def _half(x):
 
 @gluon.jit
 def _square(x):
-    """fp16 x squared in two fp16 numbers, their sum exact but for what is below 2^-24."""
+    """fp16 x squared as two fp16 numbers, whose sum is exact except for parts below 2^-24."""
     high = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $1;", "=r,r", [x], gl.float16, True, 2)
     low = gl.inline_asm_elementwise(
         "{.reg .b32 t; neg.f16x2 t, $2; fma.rn.f16x2 $0, $1, $1, t;}",
@@ -101,7 +101,7 @@ def _evened(inverse, variance):
 
 @gluon.jit
 def _imbalance(row_std, column_std, SAME: gl.constexpr):
-    """Largest to least deviation of rows plus that of columns; of inverse deviations it is the same."""
+    """The largest deviation over the least, of rows plus of columns; inverse deviations give the same."""
     if SAME:
         a, b, c, d = gl.reduce((row_std, row_std, column_std, column_std), 0, _four_ends)
     else:

@@ -1,4 +1,4 @@
-"""The tokens that KVarN keeps as they came: a request's first page and the one being written; Triton.
+"""The tokens that KVarN keeps uncoded: a request's first page and the page being written; Triton.
 
     key, value    [T, H_kv, D]             the model's own dtype; a token's heads contiguous
     positions     int64 [T]                in each token's context; slots int64 [T], -1 for padding
@@ -41,7 +41,9 @@ def _append(
     KV_HEADS: tl.constexpr, PER_HEAD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One of the first R tokens, kept if it is a decoding request's: its key and value of one kv head."""
+    """Keeps one of the first R tokens if it belongs to a decoding request: its key and value of one kv
+    head.
+    """
     if PDL:
         # Launched while the kernel ahead still runs, and before anything is read.
         tl.extra.cuda.gdc_wait()
@@ -73,7 +75,7 @@ def _hold(
     count, num_requests, key_stride, value_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of prompts, kept if they lie on the first page or on the last one of their chunk."""
+    """Keeps TOKENS prompt tokens if they are on the first page or on the last page of their chunk."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     inside = token < count
@@ -130,7 +132,7 @@ def hold(
     held: Tensor,
     written: Tensor,
 ) -> None:
-    """Keep tokens of a step's prompts once it has attended."""
+    """Keep tokens of a step's prompts after the step has attended."""
     count, kv_heads, dim = key.shape
     # Few programs: most tokens of a long chunk are not kept, and a program that does nothing takes 2.6 ns.
     tokens = 32

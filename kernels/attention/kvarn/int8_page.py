@@ -3,8 +3,8 @@
 The formulas are those of `page.py`, whose matrix units multiply codes as fp16 numbers. A group of four query
 heads fills only half of their eight columns, so here each head takes two columns: queries times k_scale and
 probabilities times v_scale become 16-bit integers, relative to the largest of the head and page. One column
-has the high bytes, the other the low bytes. Codes are bytes: one mask yields four, half as many products are
-needed, and the softmax is over the group's own heads alone.
+has the high bytes, the other the low bytes. Codes are bytes: one mask yields four codes, half as many
+products are needed, and the softmax covers only the group's own heads.
 
     column 2h, 2h + 1      x = (256 * high + low) * unit, both signed; sums over either are exact, int32
     codes highest in a byte   (byte & mask) ^ 0x80 = (code - half of their range) * 2^shift, as a signed byte
@@ -38,7 +38,7 @@ PROBABILITY_ASM = tl.constexpr(
 
 @constexpr_function
 def _shift(field: int, bits: int) -> int:
-    """Where a field's codes begin in their byte."""
+    """The position of a field's codes in their byte."""
     return field * bits % 8
 
 
@@ -97,7 +97,7 @@ def _codes(words, FIELD: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _slices(ptr, DIM: tl.constexpr):
-    """fp16 [D] as its four slices. Nothing but views follows the load, so it comes to where it is used."""
+    """fp16 [D] as its four slices. Only views follow the load, so the compiler moves it to its first use."""
     x = tl.permute(tl.reshape(tl.load(ptr + tl.arange(0, DIM)), [4, DIM // 4]), [1, 0])
     even, odd = tl.split(tl.reshape(x, [DIM // 4, 2, 2]))
     x0, x2 = tl.split(even)

@@ -1,6 +1,6 @@
 """Attention of many queries over one KVarN page, codes multiplied as they are packed; Triton.
 
-With a tile's layout and arithmetic from `reference.py`:
+Uses the layout and arithmetic of a tile in `reference.py`:
 
     score[t] = k_token[t] * (sum_d (q[d] * k_scale[d]) * k_code[d, t] + sum_d q[d] * k_zero[d])
     out[d]   = v_channel[d] * (sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t])
@@ -21,7 +21,7 @@ LIFT = tl.constexpr(64.0)
 
 @triton.jit
 def _pairs(ptr, COUNT: tl.constexpr):
-    """fp16 [COUNT] in loads of four bytes, the least that can be in flight a page ahead."""
+    """fp16 [COUNT] in loads of four bytes, the smallest that can be prefetched a page ahead."""
     both = tl.load(ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, COUNT // 2))
     even, odd = both.to(tl.int16), (both >> 16).to(tl.int16)
     return tl.reshape(tl.join(even, odd), [COUNT]).to(tl.float16, bitcast=True).to(tl.float32)
@@ -68,7 +68,7 @@ def attend_page(
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile`, int64, seen by the queries [M] that `is_seen` says.
+    """Tile number `tile`, int64, seen by the queries [M] for which `is_seen` is true.
 
     q, acc: four slices [D/4, M] each, fp16 and fp32. Every query must have seen a key.
     """

@@ -5,14 +5,14 @@
     pages, held, block_table       as in `decode.py`; pages that the chunk fills are written already
     tiles                          int32 [N, 4] as in `../prefill.py`
     seq_lens, query_start_loc      int32 [R], [R + 1]: context of each request, and its tokens in the step
-    out                            [T, H, D]      written where a tile says so
+    out                            [T, H, D]      written if a tile says so
 
-A token sees its own page and page 0 uncoded, all pages between as codes. Uncoded tokens come from the step if
-they are in the chunk, else from `held`. So it does not matter how a prompt was cut into chunks.
+A token sees its own page and page 0 uncoded, all pages between as codes. Uncoded tokens are read from the
+step if they are in the chunk, else from `held`. So it does not matter how a prompt was cut into chunks.
 
-A program takes up to 64 queries: all heads of a group for some tokens. It attends to uncoded tokens first. If
-coded pages follow, it rotates the queries and the results so far, multiplies packed codes as decoding does,
-and rotates the results back at the end.
+A program handles up to 64 queries: all heads of a group for some tokens. It attends to uncoded tokens first.
+If coded pages follow, it rotates the queries and the results so far, multiplies packed codes as decoding
+does, and rotates the results back at the end.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def _older_or_new(
 
 
 class Form(NamedTuple):
-    """What `_attend_tiles` is compiled for; tokens: of a program; plain_block: uncoded keys at a time.
+    """Compile-time parameters of `_attend_tiles`; tokens: of a program; plain_block: uncoded keys per block.
 
     group: query heads of a kv head, as a power of two
     """

@@ -1,8 +1,8 @@
 """KVarN tiles in torch: one page's keys or values of one head, variance-normalized and quantized to few bits.
 
-From the paper (Muller et al., arXiv:2606.03458): a tile is scaled by its rows and by its columns until their
-standard deviations are alike, then each row is rounded to nearest between its least and its largest value.
-Rows are channels for keys and tokens for values. Tiles come rotated (`hadamard.py`).
+From the paper (Muller et al., arXiv:2606.03458): a tile is scaled by rows and by columns until all standard
+deviations are equal, then each row is rounded to nearest between its least and its largest value. Rows are
+channels for keys and tokens for values. Tiles come rotated (`hadamard.py`).
 
     K[d, t] = (k_code[d, t] * k_scale[d] + k_zero[d]) * k_token[t]
     V[t, d] = (v_code[t, d] * v_scale[t] + v_zero[t]) * v_channel[d]
@@ -73,7 +73,7 @@ def _evened(logs: Tensor, std: Tensor) -> Tensor:
 def _std(tile: Tensor, squares: Tensor, logs: Tensor) -> Tensor:
     """[..., R] of tiles [..., R, C] whose columns are divided by exp(logs), [..., C].
 
-    As products of matrices: torch's own takes a CPU fifteen times as long.
+    Written as products of matrices: torch's own function takes fifteen times as long on a CPU.
     """
     weights, count = (-logs).exp()[..., None], tile.shape[-1]
     total, of_squares = (tile @ weights)[..., 0], (squares @ weights.square())[..., 0]

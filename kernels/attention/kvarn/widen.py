@@ -1,4 +1,4 @@
-"""KVarN pages back in 16 bits, for a step that reads each of them many times; Triton.
+"""KVarN pages converted back to 16 bits, for a step that reads each of them many times; Triton.
 
 A large prefill step would decode each page once for every tile of queries. Here each page is decoded once,
 into plain pages for `choose_prefill.py`.
@@ -32,7 +32,7 @@ def _as_they_are(
     span, new_ptr, new_stride, held_ptr, out_ptr, token, head, side,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [N] of a page that is not stored."""
+    """Tokens [N] of a page that is not yet coded."""
     channel = tl.arange(0, DIM)[None, :]
     row = tl.load(span + 1).to(tl.int64)
     position = tl.load(span + 2) + token
@@ -115,7 +115,7 @@ def _widen(
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head of TOKENS tokens of one plain page."""
+    """Keys or values of one head for TOKENS tokens of one plain page."""
     WIDTH: tl.constexpr = DIM // 4
     index = tl.program_id(0)
     head = tl.program_id(1) % KV_HEADS

@@ -4,10 +4,10 @@
     value_pages  [pages, P, H_kv, D_v]
     table        int32 [B, W]              row b lists, in order, the pages of request b
 
-One request and kv head at a time. A few tokens are widened to fp32 into a block that stays in the nearest
-cache, and all query heads of the group are multiplied by it, so pages are read once and nothing is copied.
-Sums have one order and nothing depends on other requests. The torch reference is `../reference.py`, which
-also serves prompts, eight-bit pages and heads that are no multiple of 16.
+Handles one request and kv head at a time. A few tokens are widened to fp32 into a block that stays in the
+nearest cache, and all query heads of the group are multiplied by it, so pages are read once and nothing is
+copied. Sums have one order and do not depend on other requests. The torch reference is `../reference.py`,
+which also serves prompts, eight-bit pages and heads that are no multiple of 16.
 """
 
 import contextlib
@@ -69,7 +69,9 @@ def _fill(
     block: Any, pages: Any, size: int, heads: int, head: int, dim: int, table: Any, first: int, count: int,
     row: int,
 ) -> None:  # fmt: skip
-    """Tokens first .. first + count of a request, flat `pages` of `size` tokens, to rows of the block."""
+    """Copies tokens first .. first + count of a request, from flat `pages` of `size` tokens, into rows of the
+    block.
+    """
     for token in range(count):
         place = table[(first + token) // size] * size + (first + token) % size
         at = (place * heads + head) * dim
@@ -78,7 +80,9 @@ def _fill(
 
 
 def _decode(sources: str) -> Kernel:
-    """sources: a digest of what is compiled into it, since numba's cache looks at this file alone."""
+    """sources: a digest of all source code that is compiled into it, since numba's cache looks at this file
+    alone.
+    """
 
     def decode(
         query: Any, key: Any, value: Any, out: Any, key_pages: Any, value_pages: Any,

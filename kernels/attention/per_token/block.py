@@ -1,12 +1,12 @@
 """Attention over a block of int4 or NVFP4 tokens, codes multiplied as they are packed; Triton.
 
-int4's scales and zeros (`int4.py`) belong to tokens, so products take bare codes:
+int4's scales and zeros (`int4.py`) belong to tokens, so products use bare codes:
 
     score[t] = k_scale[t] * sum_d q[d] * k_code[d, t] + k_zero[t] * sum_d q[d]
     out[d]   = sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t]
 
 NVFP4's scales change along a token, so codes are multiplied by them first: E2M1 times E4M3 has six
-significant bits, which fp16 holds. E2M1's bits, moved to fp16's positions, are 2^-14 times the value.
+significant bits, which fit in fp16. E2M1's bits, moved to fp16's positions, are 2^-14 times the value.
 """
 
 from ...triton_imports import constexpr_function, tl, triton
@@ -24,7 +24,9 @@ E2M1 = tl.constexpr(2.0**14)
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
-    """Of two words. Where two shifts are due, one product makes both; what else it adds carries into none."""
+    """Of two words. If two shifts are needed, one product makes both; its other bits never carry into the
+    result.
+    """
     sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
     if sign == magnitude:
         return f"{{.reg .b32 t; shl.b32 t, $1, {sign}; and.b32 $0, t, 0x8E008E00;}}"
@@ -76,7 +78,7 @@ def _scales_of(scales_ptr, slot, keep):
 
 @triton.jit
 def _quarters(scales_ptr, slot, keep, DIM: tl.constexpr):
-    """Of each word [N, D/4] of tokens [N], the D/64 scales of its quarter of the head, as one integer.
+    """From each word [N, D/4] of tokens [N], the D/64 scales of its quarter of the head, as one integer.
 
     Nothing but views follows the load: Triton then brings it to the threads as they multiply, at once.
     """
@@ -89,7 +91,7 @@ def _quarters(scales_ptr, slot, keep, DIM: tl.constexpr):
 
 @constexpr_function
 def _e4m3_asm(byte: int, dim: int) -> str:
-    """That byte of two integers of 16 or of 32 bits."""
+    """The given byte of two integers of 16 or of 32 bits."""
     inputs, select = ("$1, 0", f"0x00{2 + byte}{byte}") if dim == 128 else ("$1, $2", f"0x00{4 + byte}{byte}")
     return (
         f"{{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, {inputs}, {select}; "
@@ -132,8 +134,8 @@ def attend_block(
 ):  # fmt: skip
     """The tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [N, 1 or M].
 
-    q, acc: their four slices, fp16 and fp32 [D/4, M]; `finished` makes results of acc
-    zeros: fp32 [M], what zero points add to every channel
+    q, acc: their four slices, fp16 and fp32 [D/4, M]; `finished` computes results from acc. zeros: fp32 [M],
+    added by zero points to every channel
     """
     q0, q1, q2, q3 = q
     acc0, acc1, acc2, acc3 = acc

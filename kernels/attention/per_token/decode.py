@@ -26,7 +26,8 @@ REGISTERS = 128
 
 
 class Form(NamedTuple):
-    """What `_attend_splits` is compiled for; block: tokens at a time; merged: an only split is merged too.
+    """Compile-time parameters of `_attend_splits`; block: tokens per block; merged: a single split is merged
+    too.
 
     group: query heads of a kv head, as a power of two, 8 at least; split: tokens of a long context's split
     """
@@ -158,7 +159,7 @@ def token_decode(
 
 
 def scale_bytes(keys: TokenPages, values: TokenPages) -> tuple[Tensor, Tensor]:
-    """Both scales as kernels read them, all at once that a thread needs of a token."""
+    """Both scales for kernels, loaded at once for all channels of a thread."""
     scales = keys.scales
     both = torch.int32
     if keys.is_nvfp4:

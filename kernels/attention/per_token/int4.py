@@ -1,4 +1,5 @@
-"""Four bits for each token and head, between its least and its largest value; what the codes mean in torch.
+"""Four bits for each token and head, between its least and its largest value: the meaning of the codes in
+torch.
 
 x[d] = code[d] * scale + zero        scale and zero fp16, of one token and head
 words  int16 [..., D/4]              as in words.py: field j of word i is channel i + j * D/4

@@ -2,7 +2,7 @@
 
     q       [T, H, D]      rotated where the pages are (fp16), else any float dtype
     tiles   int32 [N, 4]   as in `../prefill.py`
-    out     [T, H, D]      still rotated where the pages are; written where a tile says so
+    out     [T, H, D]      still rotated where the pages are; written if a tile says so
 
 The chunk's own tokens are already in their pages. A program takes up to 64 queries: all heads of a group for
 some tokens. It multiplies packed codes, as decoding does.

@@ -1,7 +1,7 @@
-"""compressed-tensors: config groups that name modules by pattern, each group in a scheme of its own.
+"""compressed-tensors: config groups that name modules by pattern, each group in its own scheme.
 
-Here is what all schemes share: which module belongs to which group. Of activations, only what a scheme says
-of its own is read.
+This file has the part that all schemes share: which module belongs to which group. Of activations, a scheme
+reads only the settings that it supports.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +146,9 @@ class CompressedTensors:
 
 
 def _compressed(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """The tensors that tell a stored module, and the module; also those of schemes that are not read."""
+    """The tensors by which stored modules are recognized, with the module's name; also tensors of schemes
+    that are not supported.
+    """
     for name, info in checkpoint.tensors.items():
         for _, scheme in SCHEMES.items():
             if name.endswith(scheme.suffix) and (scheme.dtypes is None or info.dtype in scheme.dtypes):

@@ -1,8 +1,8 @@
 """compressed-tensors' `pack-quantized`: codes of a few bits in int32 words, in groups or whole rows.
 
 Weights [N, K] as `weight_packed` int32 [N, K * bits / 32], the first code in the lowest bits, `weight_scale`
-[N, K/g] and `weight_shape`. Codes are unsigned: those of symmetric weights have half of their range added.
-What the codes stand for, and zero points, are the schemes' own.
+[N, K/g] and `weight_shape`. Codes are unsigned: half of the range is added to codes of symmetric weights. The
+schemes define the meaning of codes and zero points.
 """
 
 import sys
@@ -33,7 +33,7 @@ def recognizes(group: Mapping[str, Any], bits: int) -> bool:
 
 
 def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[str, Any]:
-    """The `weights` section of a config group; without a group size of whole rows."""
+    """The `weights` section of a config group; without a group size if groups are whole rows."""
     return {
         "num_bits": bits,
         "type": "int",
@@ -45,7 +45,7 @@ def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[s
 
 
 def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """codes: uint8 [N, K * bits / 8], as the file has them"""
+    """codes: uint8 [N, K * bits / 8], as in the file"""
     return {
         f"{module}{PACKED}": words_of(codes),
         f"{module}.weight_scale": scale.contiguous(),
@@ -55,7 +55,7 @@ def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) ->
 
 @dataclass(frozen=True)
 class PackedWords:
-    """What a module's tensors and its config group say; nothing but shapes has been read.
+    """The tensors and config group of a module; only shapes have been read.
 
     group_size: None for whole rows
     """
@@ -70,7 +70,7 @@ class PackedWords:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, module: str, weights: Mapping[str, Any]) -> "PackedWords":
-        """UserError where the tensors are not what the config says, or are not read."""
+        """UserError if the tensors contradict the config, or their form is not supported."""
         name = module + PACKED
         n, words = require_tensor(checkpoint, name, (torch.int32,)).shape
         if f"{module}.weight_g_idx" in checkpoint.tensors:

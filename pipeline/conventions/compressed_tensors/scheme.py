@@ -1,8 +1,8 @@
 """The scheme seam: how compressed-tensors stores one weight format, and how a config group says so.
 
 One file in this folder for each scheme, registered by its weight format's name; `all_schemes.py` lists them.
-Their library is not used: the bytes are written and read here, and `interchange.py` among the benches
-compares with it in an environment of its own.
+The compressed-tensors library is not used: its bytes are written and read here, and the benchmark
+`interchange.py` compares with the library in another environment.
 """
 
 from collections.abc import Mapping
@@ -33,17 +33,17 @@ class Scheme(Protocol):
 
     @property
     def reads(self) -> str:
-        """What it reads, in a few words for an error: `INT4 weight-only pack-quantized`."""
+        """The form that it reads, in a few words for an error: `INT4 weight-only pack-quantized`."""
         ...
 
     @property
     def suffix(self) -> str:
-        """`<module><suffix>` is the tensor that tells a stored module."""
+        """`<module><suffix>` is the tensor by which a stored module is recognized."""
         ...
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...] | None:
-        """The dtypes in which that tensor tells it; None where its name is enough."""
+        """The dtypes of that tensor that identify this scheme; None if its name is enough."""
         ...
 
     def recognizes(self, group: Mapping[str, Any]) -> bool:
@@ -51,7 +51,7 @@ class Scheme(Protocol):
         ...
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
-        """The weight of `module`, which `group` targets. UserError where the tensors are not as it says."""
+        """The weight of `module`, which `group` targets. UserError if the tensors contradict it."""
         ...
 
 
@@ -60,11 +60,11 @@ class WritableScheme(Scheme, Protocol):
     """A scheme that a weight can be written in; registered beside the others."""
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        """None where it can store weights of `spec`, otherwise the reason in a few words."""
+        """None if it can store weights of `spec`, otherwise the reason in a few words."""
         ...
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
-        """The checkpoint tensors that stand for `<module>.weight`, by full name."""
+        """The checkpoint tensors that store `<module>.weight`, by full name."""
         ...
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class WritableScheme(Scheme, Protocol):
         ...
 
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
-        """The `input_activations` section; None where inputs are not rounded."""
+        """The `input_activations` section; None if inputs are not rounded."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""compressed-tensors' quantization section, held to what the library itself takes, field by field.
+"""Checks compressed-tensors' quantization section field by field, as the library itself does.
 
-Its own models parse the section where the library is installed; ours say the same of what its readers do not
-share: a field that one of them skips and another refuses, and sections that contradict the tensors. Not for
+If the library is installed, its own models parse the section. Our checks cover the differences between its
+readers: a field that one of them skips and another refuses, and sections that contradict the tensors. Not for
 reading a checkpoint (`convention.py`), which takes what can be understood.
 """
 
@@ -79,7 +79,8 @@ class _Section(_Strict):
 
 
 def misreadings(section: Mapping[str, Any], tensors: Sequence[str]) -> Iterator[str]:
-    """What readers refuse or take differently, each with its field: `quantization_status: 'frozen', …`.
+    """Fields that readers refuse or interpret differently, each with its value: `quantization_status:
+    'frozen', …`.
 
     tensors: names of all tensors of the checkpoint
     """
@@ -103,7 +104,7 @@ def _refused_by_ours(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _refused_by_theirs(section: Mapping[str, Any]) -> Iterator[str]:
-    """By the library's own models, where it is installed."""
+    """Problems that the library's own models find, if it is installed."""
     if importlib.util.find_spec(LIBRARY) is None:
         return
     library = importlib.import_module(f"{LIBRARY}.quantization")

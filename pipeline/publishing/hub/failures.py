@@ -1,6 +1,6 @@
-"""Every way a request to the Hub can fail, turned into one message that says what to do.
+"""Turns every failure of a request to the Hub into one message that says what to do.
 
-Not for retrying: `huggingface_hub` and `rate_limit.py` do that; what arrives here has failed for good.
+Not for retrying: `huggingface_hub` and `rate_limit.py` do that, so a failure that arrives here is final.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ....base.errors import UserError
 
 
 class HubNotAskedError(UserError):
-    """There was no answer of the Hub, nor a way to ask for one: no token, no network, or offline mode."""
+    """The Hub was not asked: no token, no network, or offline mode."""
 
 
 RESUME = "Nothing is lost: run the same command again to resume"
@@ -20,7 +20,7 @@ RESUME = "Nothing is lost: run the same command again to resume"
 
 @contextmanager
 def explained(repo_id: str) -> Iterator[None]:
-    """Raise the Hub client's errors, also those it wraps, as UserError; let programming errors through."""
+    """Raise the Hub client's errors, also wrapped ones, as UserError; let programming errors through."""
     try:
         yield
     except UserError:

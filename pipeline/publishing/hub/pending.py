@@ -1,6 +1,7 @@
 """The one fact about an interrupted push that the Hub does not keep: that we created the repository.
 
-A repository this push created goes public when it is complete; one that was private before stays private.
+A repository that this push created becomes public when it is complete; one that was private before stays
+private.
 """
 
 from pathlib import Path

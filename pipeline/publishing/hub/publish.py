@@ -1,7 +1,7 @@
 """Publishing a release to a Hub repository: uploads first, then one commit, read back, made public last.
 
-Until the commit nothing of the release is visible; before it is read back nothing new is public. Every action
-looks at what the Hub holds already, so that an interrupted push resumes by running it again.
+Nothing of the release is visible before the commit, and nothing new is public before the read-back. Every
+action first looks at the Hub's present state, so an interrupted push continues when it is run again.
 """
 
 import json
@@ -42,7 +42,7 @@ from .repository import Repository, read_repository, stale_files
 
 @dataclass(frozen=True)
 class HubTarget:
-    """Where on the Hub a release goes."""
+    """A release's place on the Hub."""
 
     repo_id: str
     private: bool = False
@@ -51,22 +51,22 @@ class HubTarget:
 
 
 def check_hub(target: HubTarget, artifact_folder: Path) -> None:
-    """UserError where publishing to `target` cannot succeed, whatever it is. Sends nothing that writes."""
+    """UserError if publishing any release to `target` would fail. Sends nothing that writes."""
     with explained(target.repo_id):
         _Push([], target, artifact_folder, progress=False)
 
 
 def check_front_matter(repo_id: str, card: str) -> None:
-    """UserError where the Hub would not take `card`: asked before there is anything to publish."""
+    """UserError if the Hub would refuse `card`; asked before there is anything to publish."""
     with explained(repo_id):
         require_hub_access()
         refuse_card(card)
 
 
 def preview_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
-    """What publishing would do, from what the Hub holds now; where it cannot be asked, to an empty target.
+    """Preview of publishing, from the Hub's present state; if the Hub cannot be asked, for an empty target.
 
-    Sends nothing that writes, and wants neither a token nor a network.
+    Sends nothing that writes, and needs neither a token nor a network.
     """
     try:
         with explained(target.repo_id):
@@ -88,7 +88,7 @@ def publish_to_hub(
 
 
 class _Push:
-    """One push of one release; its state is what the Hub held when it began."""
+    """One push of one release; its state is the Hub's state when the push began."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Push:
         progress: bool,
         seen: Repository | None = None,
     ):
-        """seen: what the target is taken to hold, in place of asking the Hub"""
+        """seen: the assumed state of the target, instead of asking the Hub"""
         self.files, self.target, self.artifact_folder, self.progress = (
             files,
             target,
@@ -191,7 +191,7 @@ class _Push:
         return result
 
     def _prepare(self) -> None:
-        """The repository and the branch, private and empty where they are new."""
+        """The repository and the branch, private and empty if they are new."""
         name, revision = self.target.repo_id, self.target.revision
         if not self.repository.exists:
             set_pending(self.artifact_folder, name, True)
@@ -259,7 +259,7 @@ class _Push:
 
 
 def refuse_card(card: str) -> None:
-    """UserError where the Hub would not take the card: asked before anything is created or sent."""
+    """UserError if the Hub would refuse the card; asked before anything is created or sent."""
     try:
         ModelCard(card, ignore_metadata_errors=True).validate()
     except ValueError as error:
@@ -270,7 +270,7 @@ def refuse_card(card: str) -> None:
 
 
 def _reasons(answer: str) -> str:
-    """The messages of the Hub's answer, or the answer where it is no JSON of that form."""
+    """The messages in the Hub's answer, or the whole answer if it is not JSON of that form."""
     try:
         return "; ".join(str(problem["message"]) for problem in json.loads(answer)["errors"])
     except (ValueError, KeyError, TypeError):
@@ -287,7 +287,7 @@ def _token() -> str:
 
 @contextmanager
 def _client_progress_bars(progress: bool) -> Iterator[None]:
-    """Show the Hub client's own bars, one per file, only where ours is shown too."""
+    """Show the Hub client's own progress bars, one per file, only if ours are shown too."""
     hide = not (progress and not is_quiet() and sys.stderr.isatty()) and not are_progress_bars_disabled()
     if hide:
         disable_progress_bars()

@@ -1,6 +1,7 @@
-"""Waiting out the Hub's rate limit (429) where its client does not: commits and the other calls that write.
+"""Waiting out the Hub's rate limit (429) for calls for which its client does not wait: commits and other
+calls that write.
 
-`huggingface_hub` waits by itself where it uploads; its calls that create, commit or change settings do not.
+`huggingface_hub` waits by itself during uploads, but not in calls that create, commit or change settings.
 """
 
 import time
@@ -25,7 +26,7 @@ USUAL_WAIT_SECONDS = 2
 
 
 def waiting_out_limits(call: Callable[[], Result]) -> Result:
-    """What `call` returns, tried again after each 429 when its headers say, `MAX_TRIES` times at most.
+    """The result of `call`, repeated after each 429 at the time its headers give, at most `MAX_TRIES` times.
 
     A request that was answered with 429 had no effect. The last answer is raised as it came; so is one that
     asks for more than `MAX_WAIT_SECONDS`.
@@ -46,7 +47,9 @@ def waiting_out_limits(call: Callable[[], Result]) -> Result:
 
 
 def seconds_to_wait(headers: Mapping[str, str]) -> float | None:
-    """What a 429 asks for: the Hub's own `ratelimit` header, else `Retry-After`, in seconds or as a date."""
+    """The wait that a 429 asks for: the Hub's own `ratelimit` header, else `Retry-After`, in seconds or as a
+    date.
+    """
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)

@@ -1,6 +1,6 @@
 """Checking a commit against the release it should hold: every file's size and digest, and stored bytes.
 
-The digests are what the Hub's index says, the bytes what its storage gives back; both must agree with ours.
+The digests come from the Hub's index and the bytes from its storage; both must agree with ours.
 """
 
 from huggingface_hub import HfApi
@@ -17,7 +17,7 @@ WINDOW = 64 * 1024
 def differences(
     api: HfApi, repo_id: str, commit: str, files: list[BundleFile], progress: bool = True
 ) -> list[str]:
-    """One line for each file that is not at `commit` as it is here; empty where all are."""
+    """One line for each file that differs at `commit` from the local one; empty if there is none."""
     remote = list_files(api, repo_id, commit)
     problems = []
     for file in progress_bar(files, desc="read back", unit="file", shown=progress):
@@ -36,7 +36,7 @@ def differences(
 
 
 def windows(size: int) -> list[tuple[int, int]]:
-    """(start, length) of what is read back from a file of `size` bytes."""
+    """(start, length) of the parts to read back from a file of `size` bytes."""
     if size <= 3 * WINDOW:
         return [(0, size)] if size else []
     return [(0, WINDOW), (size // 2, WINDOW), (size - WINDOW, WINDOW)]

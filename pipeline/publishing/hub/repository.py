@@ -43,7 +43,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """head: the commit at the revision asked for; None where the repository or the branch does not exist."""
+    """head: the commit at the revision asked for; None if the repository or the branch does not exist."""
 
     repo_id: str
     exists: bool
@@ -91,9 +91,9 @@ def read_bytes(api: HfApi, repo_id: str, revision: str, path: str, start: int, l
 
 
 def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> list[str]:
-    """What an earlier release of ours left there and this one no longer has.
+    """Files of an earlier release of ours that this release no longer has.
 
-    Raises UserError where the repository holds weights that are not ours: to replace them would be to delete
+    Raises UserError if the repository holds weights that are not ours: to replace them would be to delete
     somebody's model, and to leave them would have a server load both.
     """
     sent = {file.path: file for file in files}
@@ -120,7 +120,7 @@ def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> 
 
 
 def _named_in(manifest: bytes) -> set[str]:
-    """The files that an earlier release's manifest claims; none where it is not one of ours."""
+    """The files that an earlier release's manifest names; empty if the manifest is not one of ours."""
     try:
         files = parse_json(manifest, MANIFEST_NAME)["files"]
     except (UserError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""A budget of bits: what each group of layers costs in each format, and which get which."""
+"""A budget of bits: the cost of each group of layers in each format, and the choice."""

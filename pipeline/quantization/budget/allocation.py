@@ -1,8 +1,8 @@
-"""Which format each group of layers gets under a budget: of bits, or of divergence.
+"""Chooses a format for each group of layers under a budget: of bits, or of divergence.
 
 Divergences of single groups are added up, which holds for small ones: each is about quadratic in its own
-error, and errors of different layers hardly correlate. From the cheapest formats on, the step that buys most
-comes first.
+error, and errors of different layers hardly correlate. Starting from the cheapest formats, it takes the step
+with the largest gain per bit first.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ PLAIN_BITS = PLAIN.bits_per_weight(1, 1)
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on one of the two.
+    """A limit on bits or on divergence.
 
     bits:       the most per weight, on average over all weights that the recipe quantizes
     divergence: at most so many nats of mean KL, as measured group by group
@@ -44,7 +44,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A format for each group, and what all of it should cost.
+    """A format for each group, and the expected cost of all.
 
     fixed: quantized weights beside the groups that nothing is chosen for, and their bits in all
     """
@@ -55,7 +55,7 @@ class Allocation:
 
     @property
     def bits(self) -> float:
-        """On average for each weight, scales and zero points included."""
+        """The average bits per weight, scales and zero points included."""
         weights, total = self.fixed
         total += sum(_bits(group, spec) for group, spec in zip(self.groups, self.chosen, strict=True))
         return total / (weights + sum(group.weights for group in self.groups))
@@ -70,7 +70,7 @@ class Allocation:
 
 
 def allocate(groups: Sequence[Group], budget: Budget, fixed: tuple[int, float] = (0, 0.0)) -> Allocation:
-    """The formats that buy most within `budget`. UserError where even the smallest take more bits.
+    """The formats that buy most within `budget`. UserError if even the smallest formats need more bits.
 
     fixed: as `Allocation` has it
     """
@@ -104,7 +104,7 @@ def _with(now: Allocation, index: int, spec: WeightFormat) -> Allocation:
 
 
 def _bits(group: Group, spec: WeightFormat) -> float:
-    """All of the group's, in bits."""
+    """All bits of the group in this format."""
     return sum(spec.bits_per_weight(n, k) * n * k for n, k in group.shapes)
 
 

@@ -36,14 +36,14 @@ KEY = "key"
 
 @dataclass(frozen=True)
 class MixedRecipe:
-    """recipe: with a rule for every module; table: what was measured and chosen, for the manifest."""
+    """recipe: with a rule for every module; table: the measurements and the choice, for the manifest"""
 
     recipe: Recipe
     table: dict[str, Any]
 
 
 def require_choice(job: QuantizeJob) -> None:
-    """UserError where there is no layer to choose for, before anything is made or drawn."""
+    """UserError if there is no layer to choose a format for, before anything is made or drawn."""
     if not weights_to_choose_for(job.tasks.in_order):
         raise nothing_to_choose(job)
 
@@ -64,9 +64,8 @@ def mixed_recipe(
 ) -> MixedRecipe:
     """The job's recipe with the formats that buy most within `budget`.
 
-    Modules that a rule of the recipe names keep what that says, and so do those that are merged with them.
-    source: what identifies the checkpoint's bytes
-    folder: the artifact's, which is held by this job
+    Modules that a rule of the recipe names keep the rule's format, and so do modules that are merged with
+    them. source: the identity of the checkpoint's bytes folder: the artifact's, which this job has locked
     """
     recipe, tasks = job.recipe, job.tasks
     key = _key(source, recipe, text, job.export)
@@ -105,7 +104,7 @@ def mixed_recipe(
 def _sequences(
     checkpoint: Checkpoint, text: CalibrationText, quantizer: WeightQuantizer, kept: Path, progress: bool
 ) -> Tensor:
-    """Half of them the model's own where a text is given, as in what weights are solved on."""
+    """The sequences to measure on; if a text is given, half of them are self-generated, as in calibration."""
     device = quantizer.device
     if text.sequences is not None and not can_draw(checkpoint, device):
         return text.sequences
@@ -115,13 +114,13 @@ def _sequences(
 
 
 def _key(source: Mapping[str, Any], recipe: Recipe, text: CalibrationText, export: str) -> str:
-    """One digest of all that decides what is measured."""
+    """One digest of everything that decides the measurements."""
     said = [source, recipe.to_json(), text.parameters, export]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _kept(folder: Path, key: str) -> list[Group] | None:
-    """The groups that an earlier call measured under the same `key`; None if there was none."""
+    """The groups that an earlier call measured under the same `key`; None if there is no such call."""
     for path in (folder / CALIBRATION_FOLDER / KEPT_NAME, folder / MANIFEST_NAME):
         if not path.is_file():
             continue

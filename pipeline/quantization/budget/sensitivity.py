@@ -1,8 +1,8 @@
 """How much each group of a model's linear layers costs in each format: measured, one group at a time.
 
 The cost is the divergence of the model's predictions while the rest of it stays unquantized. All variants go
-through the decoder together, so that each layer is read once, however many they are; their hidden states are
-spilled to a file if they are many. `allocation.py` chooses.
+through the decoder together, so that each layer is read only once; if there are many, their hidden states are
+spilled to a file. `allocation.py` chooses.
 """
 
 from collections import defaultdict
@@ -67,8 +67,8 @@ class Group:
 def candidates(spec: WeightFormat) -> list[WeightFormat]:
     """The formats to choose from if the recipe says `spec`: INT4 in groups that engines read, or INT8.
 
-    INT8 is not mixed with fractional zero points, which only torchao's convention stores. Nor with NVFP4:
-    compressed-tensors can hold such a mixture, but no engine that we tried serves it.
+    INT8 is not mixed with fractional zero points, which only torchao's convention stores. INT8 is not offered
+    with NVFP4 either: compressed-tensors can hold such a mixture, but no engine that we tried serves it.
     """
     if not isinstance(spec, Int4):
         return [spec]

@@ -1,1 +1,1 @@
-"""A pass over a text: what is learned of each layer's inputs, and the layers solved by it."""
+"""A pass over a text: statistics of each layer's inputs, and the layers that are solved with them."""

@@ -43,7 +43,7 @@ class CalibratedWeight:
         curvature: Curvature,
         before: float | None = None,
     ) -> "CalibratedWeight":
-        """The candidate whose outputs are nearest to those of `target`, fp32 [N, K]; on the CPU.
+        """The candidate whose outputs are nearest to the outputs of `target`, fp32 [N, K]; on the CPU.
 
         original: fp32 [N, K], from which the weight's own error is measured
         before:   the first candidate's if left out
@@ -74,7 +74,7 @@ def _energy(rows: Tensor, curvature: Curvature) -> float:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """By module; `CalibrationResult` says what each field holds."""
+    """The fields are by module; `CalibrationResult` describes them."""
 
     largest: dict[str, float] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def read_layer(path: Path) -> CalibratedLayer:
 
 
 def read_calibrated_weight(path: Path, module: str) -> CalibratedWeight:
-    """One weight of a file that `write_layer` wrote. UserError if the file is damaged."""
+    """One weight from a file that `write_layer` wrote. UserError if the file is damaged."""
     with _opened(path) as (file, facts):
         return _weight(file, module, facts["solved"][module])
 

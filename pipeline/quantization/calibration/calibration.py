@@ -1,11 +1,11 @@
 """The pass over a calibration text, one decoder layer at a time.
 
-Each layer is read, its inputs are observed, and its weights are rounded if the recipe's method says so. The
-layer then runs with the rounded weights, so that the next layer sees the inputs that it will get in serving.
-While weights are rounded, the text also goes through the original layers: each weight aims half-way at the
-original's outputs on the original's inputs (after GPTAQ: Li et al. 2025, arXiv 2504.02692; all of the way
-overfits the text). The results for a layer are a file in the work folder, so that an interrupted job solves
-no layer twice.
+Each layer is read, its inputs are observed, and its weights are rounded if the recipe's method asks for it.
+The layer then runs with the rounded weights, so that the next layer sees the inputs that it will get in
+serving. While weights are rounded, the text also goes through the original layers: each weight aims half-way
+at the original outputs on the original inputs (after GPTAQ: Li et al. 2025, arXiv 2504.02692; aiming all the
+way overfits the text). The results of each layer are kept in a file in the work folder, so that an
+interrupted job solves no layer twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def calibrate(
     folder: Path | None,
     progress: bool,
 ) -> CalibrationResult:
-    """What `needs` asks about `linears` while the model reads `sequences` int64 [S, T].
+    """The statistics that `needs` asks for about `linears`, while the model reads `sequences` int64 [S, T].
 
     folder: where finished layers are kept, and hidden states spilled; without one, nothing is kept
     Raises UserError if the model's layers cannot be run one by one.
@@ -91,7 +91,7 @@ def calibrate(
 
 @dataclass
 class _Visit:
-    """One layer, while its inputs are observed and its weights rounded."""
+    """The visit to one layer: its inputs are observed and its weights rounded."""
 
     stream: LayerStream
     original: HiddenStates | None

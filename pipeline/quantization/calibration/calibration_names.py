@@ -1,6 +1,7 @@
 """The names under which commands, recipes and manifests speak of a calibration text.
 
-Apart from what reads such a text, which takes seconds to import: cards and previews need the names alone.
+Separate from the code that reads such a text, which takes seconds to import: cards and previews need only the
+names.
 """
 
 from ...records.recipe import SELF
@@ -11,6 +12,6 @@ CALIBRATION = "calibration"
 """In a manifest's `quantization`: how many sequences were read of each kind, and whether the text fits."""
 LEARNED = "layer_error"
 """In the same place: each layer's error before and after its rounding was learned, where it was to be;
-empty where the text was too short."""
+empty if the text was too short."""
 SCARCE = "experts_with_few_tokens"
 """In the same place: experts that fewer tokens reached than they have inputs, where there are any."""

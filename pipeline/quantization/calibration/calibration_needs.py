@@ -1,4 +1,4 @@
-"""What a job's quantizers need of a calibration text, by module."""
+"""The calibration data that a job's quantizers need, by module."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from ..shards.tasks import WeightTask
 
 @dataclass(frozen=True)
 class CalibrationNeeds:
-    """What the pass over a text has to find, by module; false if nothing."""
+    """The data that the pass over a text has to find, by module; false if there is none to find."""
 
     largest: frozenset[str] = frozenset()
     """Modules whose inputs' largest magnitude is needed."""
@@ -43,7 +43,9 @@ class CalibrationNeeds:
 
 
 def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> CalibrationNeeds:
-    """What the quantizers of `tasks` need. UserError if a format does not have the recipe's method."""
+    """The calibration data that the quantizers of `tasks` need. UserError if a format does not have the
+    recipe's method.
+    """
     largest, squares, solved = set(), set(), {}
     if recipe.learned_rounding and recipe.method == DATA_FREE:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What the pass over a calibration text has found, by module."""
+"""The results of the pass over a calibration text, by module."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ WeightReader = Callable[[], CalibratedWeight]
 
 @dataclass
 class CalibrationResult:
-    """By module, unless said otherwise.
+    """The fields are by module, unless they say otherwise.
 
     largest:   the inputs' largest magnitude; for an expert that no token reaches, the largest of its layer
     squares:   float64 [K], the sum of squares of each input; none for an expert that no token reaches
@@ -36,7 +36,7 @@ class CalibrationResult:
     learned: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, layer: CalibratedLayer, file: Path | None) -> None:
-        """file: what the layer was written to; without one, its weights stay in memory"""
+        """file: the file with the layer's results; if None, its weights stay in memory"""
         self.largest |= layer.largest
         self.squares |= layer.squares
         for module, weight in layer.solved.items():

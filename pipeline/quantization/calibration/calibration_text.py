@@ -1,6 +1,6 @@
 """The text that a calibrated quantizer reads: from a file, from a dataset on the Hub, or the model's own.
 
-`self_calibration.py` draws the model's own; `calibration.py` is what reads it.
+`self_calibration.py` generates the model's own text; `calibration.py` reads the text.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ HUB_FORM = f"{HUB}OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]]"
 class CalibrationText:
     """name:       what `--calibration` takes, as `calibration_name` has it
     shape:      sequences, at most 512, and the tokens of each, 512
-    sequences:  int64 [shape]; None where the model is still to draw them
+    sequences:  int64 [shape]; None if the model is still to draw them
     parameters: what of the text decides an artifact's bytes
     """
 
@@ -40,7 +40,7 @@ class CalibrationText:
 
 
 def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationText:
-    """The beginning of the text named `source`, in tokens. UserError where it is unreadable or too short."""
+    """The beginning of the text named `source`, in tokens. UserError if it is unreadable or too short."""
     if source == SELF:
         shape = SEQUENCES, SEQUENCE_TOKENS
         return CalibrationText(SELF, shape, None, {"drawn": list(shape)})
@@ -93,7 +93,7 @@ class _HubTexts:
 
     @classmethod
     def of(cls, source: str) -> "_HubTexts":
-        """UserError where `source` is not of that form."""
+        """UserError if `source` is not of that form."""
         name, *parts = source.removeprefix(HUB).split(":")
         name, at, revision = name.partition("@")
         owner, *more = name.split("/", 2)
@@ -105,7 +105,7 @@ class _HubTexts:
         return cls(dataset, configuration, revision or None, split or "train", column or "text")
 
     def texts(self) -> Iterator[str]:
-        """Streamed; whatever the Hub, the network and the data set's own format can say is raised."""
+        """Streamed; errors of the Hub, the network and the data set's own format are raised."""
         datasets = importlib.import_module("datasets")
         for row in datasets.load_dataset(
             self.dataset, self.configuration, split=self.split, revision=self.revision, streaming=True

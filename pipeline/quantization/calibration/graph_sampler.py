@@ -1,9 +1,9 @@
-"""One step of a model that writes, recorded on a GPU and replayed for each token: launching its small
-operations one by one takes ten times as long as they do.
+"""One step of a generating model, recorded on a GPU and replayed for each token: launching its small
+operations one by one takes ten times as long as running them.
 
-A recording knows no lengths: each layer attends to all of the room that its keys have, and a mask leaves out
-what has not been written. Not for mixtures of experts, which wait for their router, nor for layers that
-forget; those are launched as they are (`self_calibration.py`).
+A recording has fixed lengths: each layer attends to the whole buffer of its keys, and a mask excludes the
+places that are not yet written. Not for mixtures of experts, whose router makes the host wait, nor for layers
+with a sliding window; their operations are launched one by one (`self_calibration.py`).
 """
 
 from typing import Any, cast
@@ -39,7 +39,7 @@ class GraphSampler:
 
     @staticmethod
     def can_record(model: PreTrainedModel) -> bool:
-        """Whether a step of `model` does the same operations at every token."""
+        """Whether a step of `model` does the same operations for every token."""
         config: Any = model.config.get_text_config(decoder=True)
         return (
             not model._is_stateful
@@ -64,7 +64,7 @@ class GraphSampler:
         return self.ids.clone()
 
     def record(self) -> bool:
-        """Record a step, which has to be begun again after it; whether that could be done."""
+        """Record a step, which has to be repeated after recording; returns whether it could be recorded."""
         try:
             self.step()
             if self.attended != self.layers:
@@ -76,7 +76,7 @@ class GraphSampler:
         return STEP in self.graphs
 
     def step(self) -> None:
-        """All that a token takes, in place."""
+        """Compute one token, in place."""
         config: Any = self.model.config.get_text_config(decoder=True)
         before, config.drawing = self.model.config._attn_implementation, self
         self.model.set_attn_implementation(IMPLEMENTATION)
@@ -95,14 +95,18 @@ class GraphSampler:
 
 
 def chosen(logits: Tensor, chance: Tensor) -> Tensor:
-    """int64 [n, 1]: of fp32 [n, vocab], at temperature 1, what falls to chances [n, 1] of 0..1."""
+    """int64 [n, 1]: the tokens drawn from logits fp32 [n, vocab] at temperature 1, for chances [n, 1] from 0
+    to 1.
+    """
     reached = logits.softmax(-1).cumsum(-1)
     aim = chance * reached[:, -1:]
     return torch.searchsorted(reached, aim, right=True).clamp(max=logits.shape[-1] - 1)
 
 
 class _FixedLayer(DynamicLayer):
-    """Keys and values of one layer, always as many: a token's are written at `position`, int64 [1]."""
+    """Keys and values of one layer in a buffer of fixed length: a token's are written at `position`, int64
+    [1].
+    """
 
     def __init__(self, length: int, position: Tensor):
         super().__init__()

@@ -1,7 +1,7 @@
 """Scales of keys and values for KV formats that take some: the largest magnitudes on a text, by layer.
 
-Seen where the model attends, so after positions are encoded and heads normalized, which is what is stored.
-`layer_stream.py` runs the layers one at a time; what was found is kept in the work record.
+They are observed where the model attends, after position encoding and normalization, since that is what is
+stored. `layer_stream.py` runs the layers one at a time; results are kept in the work record.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ def find_kv_scales(
     record: WorkRecord,
     progress: bool,
 ) -> dict[str, KVScales]:
-    """By attention module, as its weights are called in the checkpoint, one scale for all its heads.
+    """One scale for all heads of each attention module, by the module's name in the checkpoint.
 
-    Empty where there is no text, or `kv_format` takes no scales: keys and values are then stored unscaled.
+    Empty if there is no text, or `kv_format` takes no scales: keys and values are then stored unscaled.
     sequences: int64 [sequences, tokens]
     """
     holds = largest_of(KV_FORMATS[kv_format])
@@ -56,9 +56,9 @@ def find_kv_scales(
 def largest_keys_and_values(
     checkpoint: Checkpoint, sequences: Tensor, device: torch.device, progress: bool
 ) -> dict[str, tuple[float, float]]:
-    """By attention module, the largest magnitudes among its keys and its values.
+    """The largest magnitude of the keys and of the values of each attention module.
 
-    Raises UserError where a layer does not attend as transformers' AttentionInterface has it.
+    Raises UserError if a layer does not use transformers' AttentionInterface.
     """
     seen: dict[nn.Module, tuple[float, float]] = {}
     with torch.inference_mode():
@@ -80,7 +80,7 @@ def largest_keys_and_values(
 
 
 def _in_checkpoint(module: str, assignments: Sequence[Assignment]) -> str:
-    """What the weights of the model's `module` are inside of in the checkpoint."""
+    """The checkpoint's name of the module that contains the weights of the model's `module`."""
     inside = next(item for item in assignments if item.target.startswith(f"{module}."))
     depth = inside.target.removeprefix(module).count(".")
     return inside.names[0].rsplit(".", depth)[0]

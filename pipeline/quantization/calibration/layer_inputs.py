@@ -62,7 +62,7 @@ class Inputs:
 
 @dataclass
 class LayerInputs:
-    """Those of the layer `name`, or of what comes LAST; `read` fills in the rest."""
+    """The statistics of the layer `name`, or of the output (LAST); `read` fills in the rest."""
 
     stream: LayerStream
     original: HiddenStates | None
@@ -141,7 +141,9 @@ class LayerInputs:
         )
 
     def _share_where_scarce(self, inputs: dict[str, Inputs], solving: list[str]) -> list[str]:
-        """Give experts with too few tokens what their neighbours have seen as well; their names."""
+        """Give experts with too few tokens the statistics of their neighbours as well; returns their
+        names.
+        """
         missing = [m for m in self.places.of_layer(self.name) if m in self.needs.solved and m not in inputs]
         for module in missing:
             inputs[module] = Inputs()
@@ -176,6 +178,6 @@ def _add_products(sums: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _with_one_input(here: Mapping[Slot, Tensor]) -> dict[Slot, Slot]:
-    """By linear, the first of those that were given the same tensor."""
+    """For each linear layer, the first one that got the same input tensor."""
     first: dict[tuple[int, tuple[int, ...]], Slot] = {}
     return {slot: first.setdefault((x.data_ptr(), tuple(x.shape)), slot) for slot, x in here.items()}

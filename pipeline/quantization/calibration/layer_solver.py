@@ -43,7 +43,7 @@ class LayerSolver:
     """Made once for weights with the same inputs; keyed by what decides them."""
 
     def equalize(self, inputs: LayerInputs) -> tuple[dict[str, EqualizedNorm], dict[str, Tensor]]:
-        """Norms with scales taken over, and those, fp32 [K], by the module that has them in its columns."""
+        """Norms that absorbed scales, and the scales, fp32 [K], by the module whose columns have them."""
         equalized: dict[str, EqualizedNorm] = {}
         scales: dict[str, Tensor] = {}
         for norm, slots in inputs.read_norms.items():
@@ -72,7 +72,7 @@ class LayerSolver:
     def _computes_the_same(
         self, equalized: Mapping[str, EqualizedNorm], scales: Mapping[str, Tensor]
     ) -> bool:
-        """Whether the layer's outputs stay what they were, unrounded: a norm may be another than it looks."""
+        """Whether the layer's outputs are unchanged before rounding: a norm may not be what it seems."""
         if not equalized:
             return True
         self.stream.place(self.name)
@@ -89,7 +89,7 @@ class LayerSolver:
         return bool((found - expected).norm() <= TOLERANCE * (expected - hidden).norm() + rounding)
 
     def _values(self, module: str) -> Tensor:
-        """The weight [N, K] as the checkpoint has it. UserError where it holds a NaN or an infinity."""
+        """The weight [N, K] in the form of the checkpoint. UserError if it holds a NaN or an infinity."""
         linear = self.places.linears[module]
         values = read_linear(self.stream.checkpoint, linear, 0, linear.n).to(self.quantizer.device)
         refuse_non_finite(self.stream.checkpoint, linear.tensor, values)
@@ -109,7 +109,7 @@ class LayerSolver:
     def solve(
         self, inputs: Mapping[str, Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
     ) -> dict[str, CalibratedWeight]:
-        """scales: fp32 [K] of the columns, by module, where a norm has taken them over"""
+        """scales: fp32 [K] of the columns, by module, if a norm has absorbed them"""
         solved: dict[str, CalibratedWeight] = {}
         for modules in self._together(inputs, solving, scales):
             problems = [self.problem(module, inputs[module], scales.get(module)) for module in modules]
@@ -139,7 +139,7 @@ class LayerSolver:
         return [list(modules) for _, modules in groupby(solving, alike)]
 
     def _corrected(self, modules: Sequence[str], problems: Sequence["Problem"]) -> list[QuantizedWeight]:
-        """What second-order correction makes of weights that are solved together."""
+        """The result of second-order correction for weights that are solved together."""
         module, targets = modules[0], [problem.target for problem in problems]
         whole = self._corrector(module).correct(
             targets[0] if len(targets) == 1 else torch.cat(targets),
@@ -162,7 +162,7 @@ class LayerSolver:
         ]
 
     def problem(self, module: str, inputs: Inputs, columns: Tensor | None) -> "Problem":
-        """columns: fp32 [K], the scales of the weight's columns, where a norm has taken them over"""
+        """columns: fp32 [K], the scales of the weight's columns, if a norm has absorbed them"""
         linear = self.places.linears[module]
         together = self._corrector(module).columns_together(self.needs.solved[module].spec)
         hessian, cross = inputs.hessian, inputs.cross if self.needs.corrects else None
@@ -179,7 +179,7 @@ class LayerSolver:
         return Problem(values, _target(values, cross, curvature), hessian, columns, curvature)
 
     def levels(self, module: str, weight: Weight) -> Levels:
-        """Those of its `weight`, on the device."""
+        """The levels of its `weight`, on the device."""
         return self._corrector(module).levels(weight.to(self.quantizer.device))
 
     def _corrector(self, module: str) -> CorrectingQuantizer:
@@ -192,7 +192,7 @@ class LayerSolver:
 
 @dataclass(frozen=True)
 class Problem:
-    """What one weight [N, K] is to be rounded for.
+    """The target for rounding one weight [N, K].
 
     values:  fp32, with scales of its columns in it
     target:  fp32, whose outputs are wanted on the inputs that it gets
@@ -218,12 +218,12 @@ def _share_of_output(values: Tensor, target: Tensor, hessian: Tensor) -> float:
 
 
 def _divided(sums: Tensor, columns: Tensor | None) -> Tensor:
-    """Sums over inputs [K, K] as they are where the inputs are divided by `columns` [K]."""
+    """Sums over inputs [K, K], for inputs divided by `columns` [K]."""
     return sums if columns is None else sums / columns[:, None] / columns[None, :]
 
 
 def _target(weight: Tensor, cross: Tensor | None, curvature: Curvature) -> Tensor:
-    """fp32 [N, K]: `weight`, moved to make up for what its inputs have lost: W + half of W cross H⁻¹."""
+    """fp32 [N, K]: `weight`, adjusted for the change of its inputs: W + half of W cross H⁻¹."""
     if cross is None:
         return weight
     order = curvature.order

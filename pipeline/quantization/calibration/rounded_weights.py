@@ -1,5 +1,5 @@
-"""A checkpoint's linear layers in INT4, each rounded when it is loaded: a model that only has to write then
-takes a third of its memory. Not for artifacts: nothing is stored.
+"""A checkpoint's linear layers in INT4, each rounded when it is loaded: for generating text only, a model
+then takes a third of its memory. Not for artifacts: nothing is stored.
 """
 
 from functools import partial
@@ -18,7 +18,8 @@ from ..shards.weight_tensors import WeightQuantizer
 
 
 def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, StoredWeight]:
-    """What stands for the linear layers' weights, by module; what is no tensor [N, K] of its own stays out.
+    """Replacements for the linear layers' weights, by module; a weight that is not a tensor [N, K] by itself
+    is left out.
 
     device: where they are rounded
     """

@@ -1,7 +1,7 @@
 """Whether a calibration text suits the model: measured before any weight is rounded on it.
 
-A text is typical of a model if its loss per token is about that of text the model writes itself (Nalisnick et
-al. 2019, arXiv 1906.02994). Random bytes, or a language that the model has not seen, have a much higher loss.
+A text is typical of a model if its loss per token is about that of the model's own text (Nalisnick et al.
+2019, arXiv 1906.02994). Random bytes, or a language that the model has not seen, have a much higher loss.
 """
 
 import math
@@ -27,7 +27,9 @@ OWN_OF_GUESSING = 1 / 3
 
 @dataclass(frozen=True)
 class TextFit:
-    """Mean nats per token: on the text, on what the model writes (None if it writes nothing), guessing."""
+    """Mean nats per token: on the text, on the model's own text (None if it generates none), and by
+    guessing.
+    """
 
     text: float
     own: float | None
@@ -40,7 +42,7 @@ class TextFit:
 
     @property
     def notice(self) -> str | None:
-        """What to tell the user; None if the text fits."""
+        """A warning for the user; None if the text fits."""
         if self.fits:
             return None
         own = "" if self.own is None else f"what the model writes itself takes {self.own:.2f}, "
@@ -62,7 +64,7 @@ class TextFit:
 def measure_fit(
     checkpoint: Checkpoint, text: Tensor, own: Tensor | None, vocabulary: int, device: torch.device
 ) -> TextFit:
-    """From a few sequences of both, int64 [S, T]."""
+    """Measured on a few sequences of both, int64 [S, T]."""
     few = text[torch.linspace(0, len(text) - 1, min(len(text), SEQUENCES_READ)).long()]
     on_own = None if own is None else _nats_on(checkpoint, own[:SEQUENCES_READ], device)
     return TextFit(_nats_on(checkpoint, few, device), on_own, math.log(vocabulary))

@@ -9,7 +9,7 @@ from .calibration_needs import CalibrationNeeds
 def text_source(
     recipe: Recipe, needs: CalibrationNeeds, for_kv_scales: bool, given: str | None
 ) -> str | None:
-    """The text to read; None if nothing uses a text, or nothing needs one and none was named.
+    """The text to read; None if nothing uses a text, or nothing needs one and none was given.
 
     for_kv_scales: whether the KV format takes scales, which a text improves
     given:         the text that the user named
@@ -26,7 +26,7 @@ def budget_source(recipe: Recipe, given: str | None) -> str:
 
 
 def kv_description(kv_format: str, text: str | None) -> str:
-    """For people: the KV format, and the text that its scales come from if it takes some.
+    """For people: the KV format, and the text that its scales come from, if it has scales.
 
     text: the name of the text that is read; None if none is
     """

@@ -15,7 +15,7 @@ Make = Callable[[Tensor, Tensor], Weight]
 
 
 class IntegerLevels:
-    """Those of a weight with integer zero points, which stay as they are."""
+    """The levels of a weight with integer zero points, which stay fixed."""
 
     def __init__(self, top: int, chosen: Tensor, scale: Tensor, zero: Tensor | int, make: Make):
         """chosen: fp32 [N, K]; scale: [N, groups]; zero: fp32 [N, groups, 1], or one for all"""

@@ -1,12 +1,13 @@
 """Our IQ2_XXS solver: each vector's nearest codebook entry and each block's scale, by weighted squared error.
 
-The error of weight i counts `importance[i]` times. For a vector of magnitudes x and a scale s, entry g
-costs `s² Σ w g² - 2 s Σ w g x`: two products with the codebook give those sums for all 256 entries at once,
-and every scale after that takes one addition and one minimum. The signs are the weights' own; where their
-minus signs are odd in number, which the format cannot say, the one that costs least is turned.
+The error of weight i counts `importance[i]` times. For a vector of magnitudes x and a scale s, entry g costs
+`s² Σ w g² - 2 s Σ w g x`: two products with the codebook give those sums for all 256 entries at once, and
+every scale after that takes one addition and one minimum. Signs are those of the weights; the format allows
+only an even number of minus signs, so if it is odd, the sign whose change costs least is changed.
 
-Scales of blocks are searched over ratios of the largest magnitude; then the super-block's fp16 scale and
-the blocks' four bits are fitted to them, and the entries to those, twice. It reads no file.
+Scales of blocks are searched over ratios of the largest magnitude; then the super-block's fp16 scale and the
+blocks' four bits are fitted to them, and the entries are fitted to the resulting scales; both steps run
+twice. It reads no file.
 """
 
 import torch

@@ -1,15 +1,13 @@
 """Our NVFP4 solver: for each 16 weights, the E4M3 scale with the least squared error. It reads no file.
 
-With s = e4m3 · global, the best codes of a group x are the nearest ones to x/s, so its error is a
-function of its scale alone, and the search tries scales: from two E4M3 codes below the one that makes the
-largest weight 6 to six above it. That reaches past the scale that makes it 4 ("four over six": where the
-largest is 4, the codes lie closer together). On trained weights, scales outside of these change no digit
-of a model's error.
+With s = e4m3 · global, the best codes of a group x are the nearest ones to x/s, so its error is a function of
+its scale alone, and the search tries scales: from two E4M3 codes below the one that makes the largest weight
+6 to six above it. That includes the scale that makes it 4 ("four over six": if the largest is 4, the codes
+are closer together). On trained weights, other scales change no digit of a model's error.
 
-The global scale is a power of two. E4M3 is a floating-point grid and as fine under any global scale;
-under this one each product of code, scale and global scale is exact in bf16 and fp32, and so are the
-reciprocal and every order in which a reader multiplies or divides. What is judged here is bit for bit
-what is served.
+The global scale is a power of two. E4M3 is a floating-point grid and as fine under any global scale; under
+this one each product of code, scale and global scale is exact in bf16 and fp32, and so are the reciprocal and
+every order in which a reader multiplies or divides. The judged values are bit for bit the served ones.
 
 Groups lie along the last dimension and elements along the first ([16, groups]); sums fold halves. Only
 single IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or
@@ -97,7 +95,7 @@ def _search(x: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
-    """How much of `<x, x>` the nearest codes take away: `step · (2<x, q> - step · <q, q>)`."""
+    """The reduction of `<x, x>` by the nearest codes: `step · (2<x, q> - step · <q, q>)`."""
     q = _nearest_e2m1(x, _reciprocal(step), scratch)
     dot = fold(torch.mul(x, q, out=scratch[1]))
     square = fold(q.mul_(q))
@@ -126,10 +124,10 @@ def codes_of(magnitude: Tensor) -> Tensor:
 
 
 def _step(scale: Tensor, global_scale: Tensor) -> Tensor:
-    """What a code of 1 is worth: fp32, of E4M3 bytes."""
+    """The value of a code of 1: fp32, from E4M3 bytes."""
     return scale.view(torch.float8_e4m3fn).float() * global_scale
 
 
 def _reciprocal(step: Tensor) -> Tensor:
-    """1/step, and 0 where step is: such a group is all zeros."""
+    """1/step, and 0 if step is 0: such a group is all zeros."""
     return torch.where(step > 0, 1.0 / step, 0.0)

@@ -10,7 +10,7 @@ ZERO = 7
 
 
 class NVFP4Levels:
-    """Those of a weight whose global scale stays as it is."""
+    """The levels of a weight whose global scale stays fixed."""
 
     top = 2 * ZERO
 

@@ -13,7 +13,7 @@ SMALLEST = 2.0**-120
 
 
 class NVFP4Grid:
-    """Its one parameter is what a code of 1 is worth: the E4M3 scale times the global one."""
+    """Its one parameter is the value of a code of 1: the E4M3 scale times the global one."""
 
     group_size = GROUP_SIZE
     offsets = sorted(range(-CODES_BELOW, CODES_ABOVE + 1), key=abs)

@@ -1,7 +1,7 @@
 """The quantizer seam: from float weights to a weight format's numbers.
 
-One file in this folder for each, by its format's name; `all_quantizers.py` registers them. A quantizer reads
-no file and knows no checkpoint: `weight_tensors.py` hands it blocks of rows and puts them together.
+One file in this folder for each, named after its format; `all_quantizers.py` registers them. A quantizer
+reads no file and knows no checkpoint: `weight_tensors.py` hands it blocks of rows and puts them together.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Quantizer(Protocol):
     def quantize(
         self, values: Tensor, spec: WeightFormat, scale_dtype: torch.dtype, shared: Mapping[str, Tensor]
     ) -> QuantizedWeight:
-        """Quantize a block of rows of a weight, on the device it lies on.
+        """Quantize a block of rows of a weight, on the weight's device.
 
         values:      any float dtype [rows, K], all finite; K is one that `spec` takes
         scale_dtype: bf16 or fp16, the dtype of scales if the format leaves it open
@@ -63,7 +63,7 @@ class WeighingQuantizer(Quantizer, Protocol):
     """A quantizer that takes into account how much each input matters."""
 
     def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> QuantizedWeight:
-        """As `quantize`, the error of column k counting `importance[k]` times; fp32 [K], positive."""
+        """Like `quantize`, but the error of column k counts `importance[k]` times; fp32 [K], positive."""
         ...
 
 
@@ -72,7 +72,7 @@ class CorrectingQuantizer(Quantizer, Protocol):
     """A quantizer that can minimize the error of a layer's outputs instead of its weights'."""
 
     def columns_together(self, spec: WeightFormat) -> int:
-        """Consecutive columns that are solved together: those of one group."""
+        """The number of consecutive columns that are solved together: those of one group."""
         ...
 
     def correct(
@@ -83,7 +83,7 @@ class CorrectingQuantizer(Quantizer, Protocol):
         shared: Mapping[str, Tensor],
         curvature: Curvature,
     ) -> QuantizedWeight:
-        """As `quantize`, for all rows at once, given the curvature of the inputs (`second_order.py`)."""
+        """Like `quantize`, for all rows at once, given the curvature of the inputs (`second_order.py`)."""
         ...
 
     def levels(self, weight: Weight) -> Levels:
@@ -100,13 +100,15 @@ class SharingQuantizer(Quantizer, Protocol):
         ...
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
-        """The tensors that `spec.shared` names; largest: what was measured on all weights that share them."""
+        """The tensors that `spec.shared` names; largest: the result of `measure` over all weights that share
+        them
+        """
         ...
 
 
 @runtime_checkable
 class CalibratingQuantizer(Quantizer, Protocol):
-    """A quantizer of a format that may round a layer's input as well, with scales from a calibration text."""
+    """A quantizer of a format that can also round a layer's input, with scales from a calibration text."""
 
     def calibrates(self, spec: WeightFormat) -> bool:
         """Whether `spec` rounds inputs as well."""

@@ -1,1 +1,1 @@
-"""The work in shards: tasks, the processes that take them, and what is done already."""
+"""The work in shards: tasks, the processes that do them, and the record of progress."""

@@ -1,7 +1,7 @@
 """Starts a quantize job as one process a device, as torchrun would, and ends all when one has failed.
 
-The processes find one another by torchrun's environment (`ranks.py`); the store they meet in is held here, so
-none outlives this process. For several machines there is torchrun itself.
+The processes find one another through torchrun's environment (`ranks.py`); this process holds their store, so
+none of them outlives it. For several machines there is torchrun itself.
 """
 
 import os
@@ -48,7 +48,8 @@ def devices_of(words: str) -> list[str]:
 
 
 def quantize_on(devices: Sequence[str], model: str, recipe: str, out: Path, options: QuantizeOptions) -> None:
-    """`pipeline quantize` of a process a device, for who goes on with what they make; they say why they fail.
+    """Runs `pipeline quantize` in one process per device, for a command that continues with the results; the
+    processes print their own errors.
 
     OtherRankFailed has the exit status.
     """
@@ -59,7 +60,7 @@ def quantize_on(devices: Sequence[str], model: str, recipe: str, out: Path, opti
 
 
 def run_on(devices: Sequence[str], words: Sequence[str], silent: bool = False) -> int:
-    """Run `pipeline WORDS --device DEVICE` on each; the exit status: the first that is not 0, and 0 else.
+    """Run `pipeline WORDS --device DEVICE` on each; returns the first exit status that is not 0, or 0.
 
     silent: without its summary on stdout
     """
@@ -103,7 +104,7 @@ def _first_failure(processes: dict[str, subprocess.Popen[bytes]]) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Those that have heard of a failure end by themselves; the rest are ended."""
+    """Processes that know of a failure end by themselves; the rest are ended."""
     deadline = time.monotonic() + GRACE_SECONDS
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

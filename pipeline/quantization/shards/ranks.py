@@ -1,8 +1,9 @@
-"""The processes of one quantize job, on one machine or on several: who does what, and who has failed.
+"""The processes of one quantize job, on one or several machines: who does which part, and whether one has
+failed.
 
-They share the output folder, where all that is finished lies; over torch.distributed's key-value store go
-only turns, counts and digests. No collective is used, so none can hang: whoever waits looks whether another
-has failed, or has fallen silent. One process alone is the same code over a store of its own.
+They share the output folder, which holds all finished work; torch.distributed's key-value store carries only
+turns, counts and digests. No collective is used, so none can hang: a waiting process checks whether another
+one has failed or become silent. A single process runs the same code over its own store.
 """
 
 import json
@@ -34,7 +35,7 @@ GO_ON = "run the same command again: finished shards are kept"
 
 
 class OtherRankFailed(click.exceptions.Exit):
-    """Another process of the job has failed and says so itself: this one ends silently, with its status."""
+    """Another process of the job has failed and reports it: this one ends silently, with the same status."""
 
     def __init__(self, message: str, status: int):
         super().__init__(status)
@@ -48,7 +49,7 @@ class RankLost(click.ClickException):
 
 
 class Ranks:
-    """This process among `size`. Their calls must come in the same order in all of them."""
+    """This process among `size`. All processes must make these calls in the same order."""
 
     def __init__(self, store: Store, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
@@ -62,7 +63,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What ends one process ends all, with its reason; at the end all leave together."""
+        """If one process ends with an error, all end, with its reason; at the end all leave together."""
         ended = threading.Event()
         beat = threading.Thread(target=self._beat, args=(ended,), daemon=True)
         if self.size > 1:
@@ -80,22 +81,26 @@ class Ranks:
             ended.set()
 
     def deal(self, what: str, steps: Sequence[T], cost: Callable[[T], int]) -> Iterator[T]:
-        """The steps of this process: whoever is free takes the dearest that is left.
+        """The steps of this process: a free process takes the most expensive one that is left.
 
-        A process alone takes them in their order. All must give the same steps.
+        A single process takes them in order. All processes must pass the same steps.
         """
         ordered = steps if self.size == 1 else sorted(steps, key=cost, reverse=True)
         while (index := self.count(f"{what} dealt", 1) - 1) < len(ordered):
             yield ordered[index]
 
     def count(self, what: str, more: int) -> int:
-        """Add to a count that all share; what it is then. Raises where another process has failed."""
+        """Add to a count that all share; returns the new value. Raises an error if another process has
+        failed.
+        """
         with self._reaching():
             self._refuse_failed()
             return self._store.add(what, more)
 
     def in_turn(self, what: str, work: Callable[[], T]) -> T:
-        """`work`, by the first process and then by the others, who find in the folder what it has kept."""
+        """Run `work` in the first process and then in the others, which find the results of the first in the
+        folder.
+        """
         if not self.is_first:
             self._wait(lambda: self._store.check([what]))
             return work()
@@ -166,7 +171,7 @@ class Ranks:
             self._store.compare_set(FAILED, "", json.dumps(reason))
 
     def _leave(self) -> None:
-        """The first may hold the store, so it goes last."""
+        """The first process may hold the store, so it leaves last."""
         with suppress(RuntimeError):
             left = self._store.add("left", 1)
             deadline = time.monotonic() + LEAVE_SECONDS
@@ -187,9 +192,9 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """The job that torchrun, or our own launcher, has started this process for; otherwise a job of its own.
+    """The job for which torchrun, or our own launcher, has started this process; otherwise a job by itself.
 
-    Read from torchrun's environment. UserError where the others cannot be reached.
+    Read from torchrun's environment. UserError if the others cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Ranks(HashStore())
@@ -206,9 +211,9 @@ def join_ranks() -> Ranks:
 
 
 def local_device(device: str | torch.device | None, ranks: Ranks) -> str | torch.device | None:
-    """`device`, or this process's own GPU of the machine's where that does not say which.
+    """`device`, or this process's own GPU of the machine if `device` names no number.
 
-    None where it is left open (`auto`).
+    None if it is left open (`auto`).
     """
     device = None if device == "auto" else device
     if ranks.size == 1 or str(device or "cuda") != "cuda" or not torch.cuda.is_available():

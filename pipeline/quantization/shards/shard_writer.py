@@ -1,7 +1,7 @@
 """Writing one safetensors file a tensor at a time, so that memory never holds more than one tensor.
 
-The header comes first in the file but is known last: room is kept for it and it is padded with spaces, as
-the format allows. Not for deciding what goes into which file.
+The header comes first in the file but is known last: room is kept for it and it is padded with spaces, as the
+format allows. Not for deciding which tensor goes into which file.
 """
 
 import json

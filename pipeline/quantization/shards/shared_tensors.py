@@ -1,7 +1,7 @@
-"""Tensors that merged weights share: which weights share them, and the pass that finds their values.
+"""Tensors that merged weights share: the groups of weights that share them, and the pass that computes them.
 
-A format names such tensors in `shared`; its quantizer says what decides them. They must be known before the
-first weight is quantized, so weights are read twice; measurements are kept in the work record.
+A format names such tensors in `shared`; its quantizer computes them. They must be known before the first
+weight is quantized, so weights are read twice; measurements are kept in the work record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,8 @@ def find_shared_tensors(
     ranks: Ranks,
     progress: bool,
 ) -> Shared:
-    """The shared tensors of every weight whose format has any; if none has, empty, and nothing is read.
+    """The shared tensors of every weight whose format has any; if no format has any, empty, and nothing is
+    read.
 
     shards: what is measured is kept in the record after each
     """
@@ -69,7 +70,7 @@ def shared_in(
     spec: WeightFormat,
     quantizer: WeightQuantizer,
 ) -> Shared:
-    """The same for `linears` alone, all in `spec`, read here; leaders: as `merged_under` finds them."""
+    """The shared tensors of `linears`, all in `spec`, read here; leaders: from `merged_under`"""
     if not spec.shared:
         return {}
     sharer = _sharing_quantizer(spec)
@@ -106,7 +107,7 @@ def _measure(
 
 
 def _groups(checkpoint: Checkpoint, sharing: Sequence[WeightTask]) -> list[tuple[WeightFormat, list[str]]]:
-    """The modules that share, with their format; one that shares with no other is a group of its own."""
+    """The modules that share, with their format; a module that shares with no other is its own group."""
     leaders = merged_under(checkpoint, [task.linear for task in sharing if task.linear is not None])
     groups: dict[tuple[WeightFormat, str], list[str]] = {}
     for task in sharing:
@@ -117,7 +118,9 @@ def _groups(checkpoint: Checkpoint, sharing: Sequence[WeightTask]) -> list[tuple
 
 
 def merged_under(checkpoint: Checkpoint, linears: Sequence[LinearWeight]) -> dict[str, str]:
-    """By module, the place in the model of the first weight that it is loaded as one with, or its own."""
+    """For each module, the place in the model of the first weight that is merged with it, or its own
+    place.
+    """
     merged = merge_groups(checkpoint, torch.bfloat16)
     leaders = {place: places[0] for places in merged for place in places}
     return {

@@ -42,7 +42,8 @@ UNQUANTIZED = Unquantized()
 
 @dataclass(frozen=True)
 class WeightTask:
-    """One thing to write: a quantized linear, a linear or bias sliced out as it is, or a whole tensor copied.
+    """One thing to write: a quantized linear weight, an unquantized slice (linear weight or bias), or a
+    copied tensor.
 
     tensor: the checkpoint tensor it is made from
     linear: the linear weight, None for a whole tensor copied under its own name, or a bias
@@ -61,7 +62,7 @@ class WeightTask:
 
     @property
     def written_name(self) -> str:
-        """The tensor it makes where it stays unquantized."""
+        """The tensor that it writes if it stays unquantized."""
         if self.bias is not None:
             return self.bias.name
         return f"{self.linear.module}.weight" if self.linear else self.tensor
@@ -69,7 +70,7 @@ class WeightTask:
 
 @dataclass(frozen=True)
 class QuantizationTasks:
-    """Every task in the order of the files, and what the artifact's config must say."""
+    """Every task in the order of the files, and the quantization entries of the artifact's config."""
 
     in_order: list[WeightTask]
     kept: dict[str, list[str]]
@@ -81,13 +82,13 @@ class QuantizationTasks:
     untied: bool
     """The output projection gets weights of its own, and the config has to say so."""
     own_head: tuple[str, str] | None = None
-    """The tensors of an output projection of its own and of the embeddings; None where they are one."""
+    """The tensors of an output projection of its own and of the embeddings; None if they are one."""
     fitted: str = ""
     """What became of the layers that the recipe's format could not have, in one line."""
 
     @property
     def specs(self) -> dict[str, WeightFormat]:
-        """What each quantized module becomes."""
+        """The format of each quantized module."""
         return {task.linear.module: task.spec for task in self.in_order if task.linear and task.is_quantized}
 
     @property
@@ -194,7 +195,7 @@ def _own_head(linears: Iterable[LinearWeight]) -> tuple[str, str] | None:
 
 
 def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
-    """What `weight` becomes, or the reason it stays as it is."""
+    """The format of `weight`, or the reason why it stays unquantized."""
     names = {weight.module, weight.tensor}
     if any(matches(pattern, name) for pattern in recipe.ignore for name in names):
         return IGNORED
@@ -234,10 +235,10 @@ def _all_names(checkpoint: Checkpoint, weights: ModelWeights) -> set[str]:
 
 
 def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight], names: Collection[str]) -> None:
-    """UserError for a pattern of nothing; to keep what is quantized by no recipe, or lies under another name,
-    is no mistake.
+    """UserError for a pattern that matches nothing; a pattern that only keeps weights that no recipe
+    quantizes is allowed.
 
-    names: whatever may be kept
+    names: names that a pattern may keep
     """
     linears = list(linears)
     quantizable = [weight for weight in linears if weight.role != ROUTER]
@@ -274,7 +275,9 @@ def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
 
 
 def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str, WeightFormat]) -> UserError:
-    """What says of every kind of layer that its format cannot have it, and which rules would fit."""
+    """An error text that lists every kind of layer that cannot have its format, and the rules that would
+    fit.
+    """
     said, rules = [], []
     by_kind = {next(iter(_kinds([weight]))): weight for weight in reversed(linears)}
     for kind, weight in by_kind.items():
@@ -295,7 +298,7 @@ def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str,
 def _fitted(
     linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat], unfit: Iterable[str]
 ) -> dict[str, WeightFormat]:
-    """The nearest format of each module that cannot have its own; those without one are left out."""
+    """The nearest format of each module that cannot have its own; modules without one are left out."""
     nearest = {m: chosen[m].nearest(linears[m].n, linears[m].k) for m in unfit}
     return {module: spec for module, spec in nearest.items() if spec is not None}
 
@@ -310,7 +313,7 @@ def _said(unfit: Mapping[str, str], fitted: Mapping[str, WeightFormat]) -> str:
 
 
 def _changes(own: WeightFormat, refused: WeightFormat, wanted: WeightFormat) -> list[str]:
-    """What a rule has to say in YAML to ask for `wanted`, where the recipe asks for `own` elsewhere."""
+    """The YAML of a rule that asks for `wanted`, if the recipe asks for `own` elsewhere."""
     is_own = type(own) is type(wanted)
     known, tried = parameters(own) if is_own else {}, parameters(refused)
     changed = {

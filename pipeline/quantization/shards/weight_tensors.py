@@ -1,4 +1,4 @@
-"""Carrying out one task: reading a weight a block of rows at a time, and quantizing or copying it.
+"""Carries out one task: reads a weight a block of rows at a time, and quantizes or copies it.
 
 Not for writing; `write_shards.py` hands the tensors to the shard's writer.
 """
@@ -25,7 +25,7 @@ CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
 
 @dataclass(frozen=True)
 class WeightQuantizer:
-    """How this job turns a float weight into one of another format, and where."""
+    """The device and settings with which this job quantizes a weight."""
 
     scale_dtype: torch.dtype
     device: torch.device
@@ -35,7 +35,7 @@ class WeightQuantizer:
     def quantize(
         self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]
     ) -> QuantizedWeight:
-        """Quantize one linear weight. UserError where it holds a NaN or an infinity."""
+        """Quantize one linear weight. UserError if it holds a NaN or an infinity."""
         quantizer = QUANTIZERS[spec.name]
         here = {name: tensor.to(self.device) for name, tensor in shared.items()}
         parts = []
@@ -51,7 +51,9 @@ class WeightQuantizer:
         return _merged(parts)
 
     def measure(self, checkpoint: Checkpoint, linear: LinearWeight, quantizer: SharingQuantizer) -> float:
-        """What decides the tensors that `linear` shares. UserError where it holds a NaN or an infinity."""
+        """The measurement that decides the tensors that `linear` shares. UserError if it holds a NaN or an
+        infinity.
+        """
         return max(quantizer.measure(values) for values in self._blocks(checkpoint, linear))
 
     def _blocks(self, checkpoint: Checkpoint, linear: LinearWeight) -> Iterator[Tensor]:
@@ -75,7 +77,7 @@ def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: 
 
 
 def read_bias(checkpoint: Checkpoint, bias: ExpertBias) -> Tensor:
-    """One expert's bias [N], out of the tensor of all."""
+    """One expert's bias [N], from the tensor of all biases."""
     row = checkpoint.tensors[bias.tensor].read_rows(bias.expert, bias.expert + 1)[0]
     values = row[bias.rows].contiguous()
     refuse_non_finite(checkpoint, bias.tensor, values)
@@ -118,7 +120,7 @@ def refuse_non_finite(checkpoint: Checkpoint, name: str, values: Tensor) -> None
 
 
 def _merged(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """The whole of a weight that was quantized a block of rows at a time."""
+    """Joins the blocks of rows of a quantized weight."""
     weight = parts[0].weight if len(parts) == 1 else merge_rows([part.weight for part in parts])
     if weight is None:
         raise ValueError(f"blocks of rows in {parts[0].weight.spec.label} cannot be put together")

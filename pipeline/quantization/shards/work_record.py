@@ -1,8 +1,8 @@
-"""The record of a quantize job in its output folder: what it was asked for, and what of it is finished.
+"""The record of a quantize job in its output folder: its parameters, and its finished work.
 
-It makes an interrupted job resumable and another job's folder untouchable. Each finished shard has a file of
-its own beside it, so that several processes can work, and what is written stays in proportion to the
-checkpoint. `scalegate.json` replaces all of it.
+It makes an interrupted job resumable and protects the folders of other jobs. Each finished shard has its own
+file in the record, so that several processes can work, and records stay small compared with the checkpoint.
+`scalegate.json` replaces all of it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ START_OVER = "add --overwrite to start over, or give another folder"
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that is whole on disk, all but its name, and what was measured while it was made."""
+    """A shard that is complete on disk except for its final name, and the measurements made with it."""
 
     file: FileRecord
     modules: dict[str, dict[str, Any]]
@@ -72,7 +72,7 @@ class WorkRecord:
 
     @property
     def calibration(self) -> Path:
-        """The folder that keeps what was found on a text, a decoder layer at a time (`calibration.py`)."""
+        """The folder for results of a calibration text, one file per decoder layer (`calibration.py`)."""
         return self.folder / CALIBRATION_FOLDER
 
     @property
@@ -84,7 +84,7 @@ class WorkRecord:
         write_json(self.parts / f"{name}{FINISHED_SUFFIX}", asdict(shard))
 
     def keep_measured(self, name: str, measured: dict[str, float]) -> None:
-        """What was measured of the weights of the shard `name`."""
+        """The measurements of the weights in the shard `name`."""
         self.measured |= measured
         write_json(self.parts / f"{name}{MEASURED_SUFFIX}", measured)
 
@@ -92,7 +92,7 @@ class WorkRecord:
         write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "kv": self.kv})
 
     def reload(self) -> "WorkRecord":
-        """With what other processes have finished meanwhile. UserError where a part cannot be read."""
+        """The record, updated with the other processes' finished work. UserError if a part cannot be read."""
         path = self.folder / RECORD_NAME
         try:
             self.kv = _PAIRS.validate_python(read_json_object(path)["kv"])
@@ -111,7 +111,7 @@ class WorkRecord:
             shutil.rmtree(folder, ignore_errors=True)
 
     def drop_damaged(self) -> list[str]:
-        """Forget the shards that are no longer what was recorded, and name them."""
+        """Forget shards that no longer match their record, and return their names."""
         damaged = [
             name for name, shard in self.shards.items() if not _is_whole(self.folder / name, shard.file)
         ]
@@ -131,7 +131,7 @@ def parameters_digest(parameters: dict[str, Any]) -> str:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold `folder` for one job; a killed process lets go by itself."""
+    """Lock `folder` for one job; the lock of a killed process ends with it."""
     lock = FileLock(folder / LOCK_NAME, timeout=STALE_S)
     try:
         lock.acquire()
@@ -166,7 +166,7 @@ def begun_in(folder: Path) -> bool:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """UserError where a folder that is held has files of other origin."""
+    """UserError if a folder that is held has files of other origin."""
     for name in (PARTS_FOLDER, CALIBRATION_FOLDER):
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name} is a symlink; {START_OVER}")
@@ -185,7 +185,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
-    """The record of the job interrupted in `folder`, or a new one. UserError where it is another job's."""
+    """The record of the job interrupted in `folder`, or a new one. UserError if it is another job's."""
     path = folder / RECORD_NAME
     if not path.is_file():
         record = WorkRecord(folder, parameters)
@@ -209,12 +209,12 @@ def _refuse_other_job(folder: Path, recorded: dict[str, Any], parameters: dict[s
 
 
 def _entries(folder: Path) -> list[str]:
-    """What is in a folder that is locked, but the lock."""
+    """The entries of a locked folder, without the lock."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK_NAME)
 
 
 def clear_folder(folder: Path, copied: Iterable[str]) -> None:
-    """Remove what a job wrote into `folder`, `copied` names included. UserError where it is not a job's."""
+    """Remove a job's files from `folder`, `copied` names included. UserError if it is not a job's."""
     if not begun_in(folder) and _entries(folder):
         raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")
     names: set[str] = {

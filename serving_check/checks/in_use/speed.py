@@ -134,7 +134,7 @@ def _throughput(pairs: Sequence[_Pair], repeated: Sequence[float]) -> tuple[floa
 
 
 def _typical(pairs: Sequence[_Pair], figure: str, allowance: float) -> float | None:
-    """The median over requests of their ratio, artifact over baseline; None where none has both."""
+    """The median over requests of their ratio, artifact over baseline; None if none has both."""
     ratios = [
         (ours + allowance) / (theirs + allowance)
         for pair in pairs

@@ -177,7 +177,7 @@ def test_options_that_do_not_reach_an_engine_are_refused(artifact: Path):
         validate(artifact, tensor_parallel_size=2, progress=False)
     with pytest.raises(UserError, match="--device cpu both name a device"):
         validate(artifact, devices=(0, 1), device="cpu", progress=False)
-    with pytest.raises(UserError, match="--engine-args does not reach"):
+    with pytest.raises(UserError, match="--engine-args does not apply"):
         validate(artifact, engine_args="--x 1", progress=False)
 
 

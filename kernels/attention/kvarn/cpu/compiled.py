@@ -1,8 +1,8 @@
 """The CPU kernels of KVarN, compiled for a model's dtype before anything is served.
 
-Not for what they compute: `decode.py` and `pages.py`. Signatures are fixed, so nothing compiles later and any
-other arguments are an error. Compiled code is kept on disk, beside the source or in the user's cache folder,
-whichever can be written to.
+Not for the computation itself: `decode.py` and `pages.py`. Signatures are fixed, so nothing compiles later
+and any other arguments are an error. Compiled code is kept on disk, beside the source or in the user's cache
+folder, whichever can be written to.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ Kernel = Callable[..., None]
 
 
 class Kernels(NamedTuple):
-    """As their modules say, each of one dtype of keys and values."""
+    """The functions that these modules describe, compiled for one dtype of keys and values."""
 
     decode: Kernel
     code_page: Kernel
@@ -61,7 +61,7 @@ def kernels(dtype: torch.dtype) -> Kernels:
 
 
 def numbers(x: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor as kernels take it."""
+    """The memory of a contiguous tensor as a flat array for kernels."""
     return (x.view(AS_INTEGERS[x.dtype]) if x.dtype in AS_INTEGERS else x).numpy()
 
 
@@ -81,6 +81,8 @@ def _compiled(kernel: Callable[[str], Kernel], signature: list[Any]) -> Kernel:
 
 @functools.cache
 def _sources() -> str:
-    """Of a kernel's sources numba's cache looks at its own file and at its closure; so this is put there."""
+    """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
+    closure.
+    """
     files = (Path(str(module.__file__)).read_bytes() for module in MODULES)
     return hashlib.sha256(b"".join(files)).hexdigest()

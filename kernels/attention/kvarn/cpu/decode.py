@@ -1,10 +1,11 @@
 """Decode attention over KVarN's pages on a CPU, with the new token stored first; in numba, without the GIL.
 
-One request and kv head at a time: its first page and its last page uncoded, the pages between as codes. All
-query heads of the group go together, so a code is unpacked once, into a block of a few tokens in fp32 that
-stays in the nearest cache. The query is multiplied by the channels' scales and the probabilities by the
-tokens' scales (`../page.py`). The query is rotated once, and so is the result over coded pages. Sums have one
-order and nothing depends on other requests: a token's bits follow from its own context alone.
+Handles one request and kv head at a time: its first page and its last page uncoded, the pages between as
+codes. All query heads of the group are handled together, so a code is unpacked once, into a block of a few
+tokens in fp32 that stays in the nearest cache. The query is multiplied by the channels' scales and the
+probabilities by the tokens' scales (`../page.py`). The query is rotated once, and so is the result over coded
+pages. Sums have one order and do not depend on other requests: a token's bits follow from its own context
+alone.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ LEAST_ROW = 4 * WIDTH
 
 
 class Queries(NamedTuple):
-    """One token's query heads that share a head of keys, with what is computed of them; all flat, fp32."""
+    """The query heads of one token that share a kv head, with their intermediate results; all flat, fp32."""
 
     heads: int
     row: int
@@ -137,7 +138,7 @@ def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page:
 
 @njit(error_model="numpy")
 def soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bool, sink: Any) -> None:
-    """Softmax of scores[at : at + length], which have room for whole vectors. cap: 0 for none"""
+    """Softmax of scores[at : at + length]; the array is padded to whole vectors. cap: 0 for none"""
     if cap > ZERO:
         for place in range(at, at + length):
             scores[place] = np.tanh(scores[place] / cap) * cap
@@ -167,7 +168,7 @@ def _attend(
     queries: Any, held: Any, begin: int, pages: Any, table: Any, length: int, head: int, cap: Any, sinks: Any,
     out: Any, at: int,
 ) -> None:  # fmt: skip
-    """out[at :], flat, of one token, which stands at the end of its context.
+    """Computes out[at :], flat, for one token at the end of its context.
 
     held: flat; the first page's keys of this head begin at `begin`, its values a page of all heads later, and
     the own page's two later
@@ -210,7 +211,7 @@ def _attend(
 
 @njit(error_model="numpy")
 def _queries_of(query: Any, at: int, count: int, dim: int, length: int, group: int, scale: Any) -> Any:
-    """Of a token whose context is `length`: query[at :], flat, times scale."""
+    """For a token whose context has `length` tokens: query[at :], flat, times scale."""
     row, room = max(dim, LEAST_ROW), -(-length // WIDTH) * WIDTH
     plain, turned = np.zeros(count * row, np.float32), np.zeros(count * row, np.float32)
     for m in range(count):
@@ -226,7 +227,7 @@ def _queries_of(query: Any, at: int, count: int, dim: int, length: int, group: i
 
 
 def decode(sources: str) -> Callable[..., None]:
-    """sources: a digest of what is compiled into it, as in `compiled.py`."""
+    """sources: a digest of all source code that is compiled into it, as in `compiled.py`."""
 
     def decode(
         query: Any, key: Any, value: Any, out: Any, held: Any,

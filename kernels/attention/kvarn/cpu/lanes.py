@@ -59,13 +59,13 @@ def _call(
 
 
 def _address(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, kind: ir.VectorType) -> Any:
-    """Of element arguments[1] of the flat array arguments[0]."""
+    """The address of element arguments[1] of the flat array arguments[0]."""
     data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
     return builder.bitcast(builder.gep(data, [arguments[1]]), kind.as_pointer())
 
 
 def _shifted(builder: ir.IRBuilder, bits: ir.Value, by: int) -> ir.Value:
-    """To the left; to the right where `by` is less than 0."""
+    """Shifts to the left, or to the right if `by` is less than 0."""
     return (builder.shl if by > 0 else builder.lshr)(bits, _constant(INTS, abs(by)))
 
 
@@ -113,7 +113,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
-    """array[at : at + 16] = lanes, rounded to nearest where the array has 16 bits."""
+    """array[at : at + 16] = lanes, rounded to nearest if the array has 16 bits."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if array.dtype == types.float32:
@@ -131,7 +131,7 @@ def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
 
 @intrinsic
 def load_words(typing: Any, array: Any, at: Any) -> Any:
-    """array[at : at + 16] of int16 words, each in a lane of its own."""
+    """array[at : at + 16] of int16 words, one word per lane."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         words = builder.load(_address(context, builder, signature, arguments, SHORTS), align=2)
@@ -153,7 +153,7 @@ def field(typing: Any, words: Any, shift: Any, mask: Any) -> Any:
 
 @intrinsic
 def with_codes(typing: Any, words: Any, codes: Any, shift: Any) -> Any:
-    """words | codes << shift, where codes are whole numbers and the bits they go to are 0."""
+    """words | codes << shift; codes are whole numbers, and the target bits must be 0."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         words, codes, shift = arguments
@@ -193,7 +193,7 @@ def splat(typing: Any, number: Any) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once where the CPU can."""
+    """a * b + c, rounded once if the CPU can."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return _call(builder, f"llvm.fmuladd.v{WIDTH}f32", FLOATS, *arguments)
@@ -250,7 +250,7 @@ def rotated(typing: Any, lanes: Any) -> Any:
 
 @intrinsic
 def exponential(typing: Any, lanes: Any) -> Any:
-    """e to each lane, from -87 on; no lane is above 88. As Cephes has it: 2^n times a polynomial."""
+    """e to each lane, from -87 on; no lane is above 88. Computed as in Cephes: 2^n times a polynomial."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         def times(a: ir.Value, b: ir.Value | float, c: ir.Value | float) -> ir.Value:
@@ -275,7 +275,7 @@ def exponential(typing: Any, lanes: Any) -> Any:
 
 
 def _operation(emit: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value], python: Any) -> None:
-    """Make `python`, a function of two numbers, one of lanes too."""
+    """Make `python`, a function of two numbers, work on lanes too."""
 
     @intrinsic
     def operation(typing: Any, a: Any, b: Any) -> Any:

@@ -1,6 +1,6 @@
 """KVarN's whole pages on a CPU, written from plain keys and values, and read back; in numba.
 
-Not for attention, which multiplies packed codes (`decode.py`, where the arrays are described).
+Not for attention, which multiplies packed codes (`decode.py`, which also describes the arrays).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from .tile import code_tile, of_half, pages_of, rotate, to_half, widen
 
 
 def code_page(sources: str) -> Callable[..., None]:
-    """sources: a digest of what is compiled into it, as in `compiled.py`; so are those below."""
+    """sources: a digest of all source code that is compiled into it, as in `compiled.py`; the same holds for
+    the functions below.
+    """
 
     def code_page(
         key: Any, value: Any, key_at: int, value_at: int, head_stride: int, token_stride: int, page: int,

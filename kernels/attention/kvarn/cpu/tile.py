@@ -1,7 +1,7 @@
 """KVarN tiles on a CPU: one head's keys or values of a page, coded and read back; in numba.
 
-The arithmetic is that of `../reference.py`, up to the rounding of sums. The reference keeps the logarithms of
-scales; this file keeps the scales, because the logarithms of a tile take a CPU 100 us.
+The arithmetic equals that of `../reference.py`, up to the rounding of sums. The reference keeps the
+logarithms of scales; this file keeps the scales, because the logarithms of a tile take a CPU 100 us.
 
     x  fp32 [G * D], a tile's numbers, flat
 """
@@ -41,7 +41,7 @@ TOO_LARGE = np.float32(65536)
 
 
 class Pages(NamedTuple):
-    """What KVarNTile says of [pages, H_kv] tiles, each array flat, with its sizes."""
+    """The fields of `KVarNTile` for [pages, H_kv] tiles, each array flat, with its sizes."""
 
     key_words: np.ndarray
     value_words: np.ndarray
@@ -101,7 +101,7 @@ def rotate(x: Any, at: int, dim: int) -> None:
 
 @njit(error_model="numpy")
 def widen(pages: Any, tile: int, of_keys: bool, first: int, count: int, x: Any, row: int) -> None:
-    """Codes of a tile's tokens first .. first + count, which lie in one half of it, a row of x for each."""
+    """Codes of the tile's tokens first .. first + count, which are in one half of it; each has a row of x."""
     words, bits = (pages.key_words, 4) if of_keys else (pages.value_words, pages.value_bits)
     group, width, mask, shift = pages.group, pages.dim // 4, (1 << bits) - 1, 0
     start = (tile * group * bits // 4 + first) * width
@@ -203,7 +203,9 @@ def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> No
 
 @njit(error_model="numpy")
 def _range_of_channels(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any) -> None:
-    """The least and the largest number of each channel, [D], once the tile is normalized, which x is then."""
+    """The least and the largest number of each channel, [D], once the tile is normalized; x becomes the
+    normalized tile.
+    """
     dim = len(by_channel)
     for d in range(0, dim, WIDTH):
         least, most = splat(INFINITE), splat(-INFINITE)
@@ -217,7 +219,9 @@ def _range_of_channels(x: Any, by_token: Any, by_channel: Any, low: Any, high: A
 
 @njit(error_model="numpy")
 def _range_of_tokens(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any) -> None:
-    """The same of each token, [G]."""
+    """The least and the largest number of each token, [G], once the tile is normalized; x becomes the
+    normalized tile.
+    """
     dim = len(by_channel)
     for token in range(len(by_token)):
         least, most = splat(INFINITE), splat(-INFINITE)
@@ -234,7 +238,7 @@ def code_tile(
 ) -> None:
     """Code a tile, in place of which its codes are left.
 
-    of_channels: a scale and a zero are a channel's, else a token's; `others` are the other side's scales.
+    of_channels: scale and zero belong to channels, else to tokens; `others` are the scales of the other side.
     """
     ours, other = len(scales), len(others)
     group, dim = (other, ours) if of_channels else (ours, other)
