@@ -1,1 +1,1 @@
-"""What is written down about an artifact and read again: manifest, recipe, signature, comparison."""
+"""The records about an artifact: manifest, recipe, signature, comparison."""

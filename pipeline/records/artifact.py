@@ -1,4 +1,4 @@
-"""`scalegate.json`: what an artifact was made from, with what, and the sha256 of every file in it.
+"""`scalegate.json`: the source of an artifact, its tools and settings, and the sha256 of every file in it.
 
 Written last and atomically, so a folder that has one was finished. Reading and checking it is here too.
 """
@@ -76,7 +76,7 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: Path) -> "Artifact":
-        """Read `folder`'s manifest. Raises UserError if there is none or it cannot be read."""
+        """Read `folder`'s manifest. Raises UserError if there is no manifest or it cannot be read."""
         path = folder / MANIFEST_NAME
         if not path.exists():
             raise UserError(
@@ -95,7 +95,9 @@ class Artifact:
         return artifact
 
     def changed_files(self, folder: Path) -> list[str]:
-        """What differs between the manifest and the folder now, one line each; empty if all match."""
+        """The differences between the manifest and the folder's present files, one line each; empty if all
+        match.
+        """
         problems = []
         to_read = {}
         for name, record in self.files.items():
@@ -118,7 +120,7 @@ class Artifact:
         return problems
 
     def bytes_digest(self) -> str:
-        """One sha256 over all names and digests: what a verdict is bound to."""
+        """One sha256 over all names and digests: a verdict is bound to it."""
         return digest_of({name: record.sha256 for name, record in self.files.items()})
 
     def sha256(self) -> str:
@@ -127,12 +129,14 @@ class Artifact:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     def module_errors(self) -> dict[str, float]:
-        """Each quantized module's relative error against the source, as it was when the artifact was made."""
+        """Each quantized module's relative error against the source, measured when the artifact was made."""
         modules = self.quantization.get("modules", {})
         return {module: float(measured["relative_error"]) for module, measured in modules.items()}
 
     def scaled_modules(self) -> dict[str, str]:
-        """By module whose columns were scaled before rounding, the norm's tensor that has taken that over."""
+        """For each module whose columns were scaled before rounding, the norm's tensor that absorbed the
+        scales.
+        """
         modules = self.quantization.get("modules", {})
         return {module: str(facts[SCALED_BY]) for module, facts in modules.items() if SCALED_BY in facts}
 
@@ -142,7 +146,7 @@ class Artifact:
         return tuple(part for part in changes if part in PARTS) if isinstance(changes, list) else ()
 
     def batch_invariance(self) -> BatchInvariance:
-        """What the recipe claims of a request's bits while the artifact is served."""
+        """The batch invariance that the recipe claims for the served artifact."""
         claim = self.recipe.get("batch_invariance")
         return next((mode for mode in INVARIANCE_MODES if mode == claim), TUNED)
 
@@ -162,7 +166,7 @@ class _Format:
 
 @dataclass(frozen=True)
 class _Quantization:
-    """What is read of `quantization` again, by others than the job that wrote it."""
+    """The parts of `quantization` that are read again outside the job that wrote it."""
 
     formats: list[_Format] = field(default_factory=list)
     export: str = ""
@@ -233,7 +237,7 @@ def published_files(folder: Path) -> list[str]:
 def record_files(folder: Path, known: Mapping[str, FileRecord] | None = None) -> dict[str, FileRecord]:
     """Size and sha256 of every published file of `folder`.
 
-    known: those that this process has taken already
+    known: digests that this process has computed already
     """
     known, names = known or {}, published_files(folder)
     digests = sha256_of_all(folder / name for name in names if name not in known)

@@ -116,7 +116,9 @@ _COMPARISON: TypeAdapter[Comparison] = TypeAdapter(Comparison)
 
 
 def read_comparison(folder: Path, bytes_digest: str) -> Comparison | None:
-    """What was written beside the artifact in `folder`; None if that is about other bytes, or nothing."""
+    """The comparison written beside the artifact in `folder`; None if there is none, or it is about other
+    bytes.
+    """
     path = folder / COMPARISON_NAME
     if not path.is_file():
         return None

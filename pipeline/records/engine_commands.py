@@ -37,8 +37,8 @@ def engines(
     zero_points: bool = False,
     unread: Collection[str] = (),
 ) -> list[CardCommand]:
-    """The engines that load `name`, a Hub id or a folder, whose quantization method is `method` and which was
-    made for keys and values in `kv_format`: those that Scalegate validates on, then others.
+    """The engines that load `name`, a Hub id or a folder, with quantization method `method` and keys and
+    values in `kv_format`: engines that Scalegate validates on, then others.
 
     auto_class: transformers' class that it is loaded with; unread: engines that cannot load it
     """
@@ -54,7 +54,9 @@ def engines(
 
 
 def kv_cache_commands(kv_format: str) -> dict[str, str]:
-    """What starts each engine that has `kv_format`, on a folder; empty for unquantized keys and values."""
+    """The command of each engine that supports `kv_format`, for a folder; empty for unquantized keys and
+    values.
+    """
     if kv_format == UNQUANTIZED:
         return {}
     return {
@@ -71,7 +73,7 @@ def _commands(
     auto_class: str = TEXT_CLASS,
     zero_points: bool = False,
 ) -> Iterator[tuple[CardCommand, Sequence[str] | None]]:
-    """Each command, and its words for keys and values; None if the engine has no such format."""
+    """Each command, and its words for the KV format; None if the engine does not support the format."""
     for _, engine in ENGINES.items():
         command = engine.card_command(name, method)
         if command is not None:

@@ -1,6 +1,6 @@
 """sha256 of files, several at once: one thread hashes 1 GB a second, and a fast disk or memory gives more.
 
-Not for what is recorded about files, which is in `artifact.py`.
+Not for records about files: `artifact.py`.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_each(paths: Iterable[Path]) -> Generator[tuple[Path, str], None, None]:
-    """Each file and its sha256, in the order in which they end.
+    """Each file and its sha256, in the order in which they finish.
 
-    The next path is asked for where a file has ended, so that processes may share out one list. What is left
-    undone where the caller stops, or a file cannot be read (OSError), ends within a chunk of its file.
+    The next path is requested when a file has finished, so that processes can share one list. If the caller
+    stops, or a file cannot be read (OSError), unfinished work ends within a chunk of its file.
     """
     at_once, left = min(FILES_AT_ONCE, available_cores()), iter(paths)
     stopped = threading.Event()
@@ -58,7 +58,7 @@ def digest_of(sha256s: Mapping[str, str]) -> str:
 
 
 def _sha256(path: Path, stopped: threading.Event) -> str:
-    """Of as much as was read before it was stopped; nobody asks then."""
+    """The digest of the bytes read before it was stopped; nobody uses it then."""
     digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):

@@ -1,4 +1,4 @@
-"""Regular expressions over module names; those that could take forever to match are refused.
+"""Regular expressions over module names; expressions that could take forever to match are refused.
 
 Python's `re` tries every way in which repeats can share a name, so that a short pattern can run for ever.
 Here a pattern's ways are counted before it is used: repeats in repeats are refused, and many side by side.
@@ -24,7 +24,9 @@ DIGIT = [(kinds.IN, [(kinds.CATEGORY, kinds.CATEGORY_DIGIT)])]
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """`pattern`, ready to match. UserError if it is no expression, or one that might take very long."""
+    """`pattern`, ready to match. UserError if it is not a valid expression, or might take very long to
+    match.
+    """
     shown = repr(pattern if len(pattern) <= 100 else pattern[:97] + "...")
     if len(pattern) > MAX_PATTERN:
         raise UserError(f"{shown} is no valid expression here: it has more than {MAX_PATTERN} characters")
@@ -63,7 +65,7 @@ def _is_no_digit(item: Any) -> bool:
 
 
 def _ways(tree: Any, repeated: bool = False) -> int:
-    """About in how many ways `tree` can be tried on a name; more than MAX_WAYS where that is not bounded."""
+    """About how many ways there are to try `tree` on a name; more than MAX_WAYS if that is unbounded."""
     ways = 1
     items = list(tree)
     for (kind, argument), following in zip_longest(items, items[1:]):

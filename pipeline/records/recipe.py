@@ -1,4 +1,4 @@
-"""Recipes: how each linear layer is quantized, and what the result must reach.
+"""Recipes: how each linear layer is quantized, and the bounds for the result.
 
 `recipe_file.py` reads one from YAML; `quantization/shards/tasks.py` applies it to a checkpoint.
 """
@@ -42,7 +42,7 @@ SELF, HUB = "self", "hub:"
 class Rule:
     """The format of the modules that match one pattern; the first rule that matches wins.
 
-    In YAML a rule has `format`, with that format's parameters; or parameters alone, which change the recipe's
+    In YAML a rule has `format` with that format's parameters; or only parameters, which change the recipe's
     own format; or `ignore: true`, which is short for `format: unquantized`.
     """
 

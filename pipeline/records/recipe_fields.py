@@ -1,7 +1,7 @@
 """The types of a recipe's fields: pydantic checks a recipe's file by them, and errors quote them.
 
-A field's type says what it holds in words (`expected`), so that an error names the key, what it takes and
-what stands there.
+A field's type describes its values in words (`expected`), so that an error names the key, the allowed values
+and the given one.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +44,7 @@ def expected(expectation: str) -> WrapValidator:
 def one_of(names: Iterable[str], alphabetical: bool = False) -> WrapValidator:
     """Accepts a name out of `names`, which may grow: plugins register formats.
 
-    alphabetical: how the error lists them, where their own order depends on who imported them first
+    alphabetical: list them so in errors, if their own order depends on the order of imports
     """
 
     def check(value: Any, accept: Callable[[Any], Any], info: ValidationInfo) -> Any:
@@ -62,7 +62,7 @@ def _shown(value: Any) -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A list's items; one pattern may stand without a list, and a key without a value."""
+    """A list's items; a single pattern needs no list, and a key needs no value."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):

@@ -1,6 +1,6 @@
 """Reading recipes: shipped ones by name, others from YAML files, each mistake with its file and line.
 
-What each field accepts is said in `recipe_fields.py`, by the types that `Recipe` gives its fields.
+`recipe_fields.py` describes the values of each field, by the types that `Recipe` gives its fields.
 """
 
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def _bound(file: YamlLines, name: str, value: Any) -> float:
 
 
 def _checked(adapter: TypeAdapter[T], file: YamlLines, place: Place, values: Any) -> T:
-    """`values` of the mapping at `place`, as the adapter's type has them."""
+    """`values` of the mapping at `place`, converted to the adapter's type."""
     try:
         return adapter.validate_python(values)
     except ValidationError as error:

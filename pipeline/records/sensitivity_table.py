@@ -25,7 +25,7 @@ def plain_weights(quantization: Mapping[str, Any]) -> int:
 
 
 def shown(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a card and a page show of the table; None if the formats were not chosen under a budget."""
+    """The table's part for a card and a page; None if the formats were not chosen under a budget."""
     table = quantization.get(SENSITIVITY)
     if table is None:
         return None
@@ -47,7 +47,7 @@ def measured_on(table: Mapping[str, Any]) -> str:
 
 
 def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """As in `COLUMNS`: a row for each kind of layer and each format that layers of it got."""
+    """Columns as in `COLUMNS`: a row for each kind of layer and each of its formats."""
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for group in table[GROUPS]:
         leaves = dict.fromkeys(module.rpartition(".")[2] for module in group["modules"])
@@ -59,7 +59,7 @@ def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table_lines(table: Mapping[str, Any]) -> list[str]:
-    """For people: a line for each group of modules, with what it costs in each format and which it got."""
+    """For people: a line for each group of modules, with its cost in each format and the chosen format."""
     lines = []
     for group in table[GROUPS]:
         costs = "  ".join(f"{spec.key} {kl:.5f}" for spec, kl in _measured(group).items())
@@ -86,6 +86,6 @@ def _weights(group: Mapping[str, Any]) -> int:
 
 
 def _bits(groups: list[Mapping[str, Any]]) -> float:
-    """On average for each weight."""
+    """The average bits per weight."""
     bits = sum(_chosen(group).bits_per_weight(n, k) * n * k for group in groups for n, k in group["shapes"])
     return bits / sum(map(_weights, groups))

@@ -57,7 +57,7 @@ def sign_file(path: Path, key: Path) -> Path:
 
 
 def check_signature(path: Path, signers: Path | None = None) -> Signature:
-    """The signature beside the file `path`, held against that file and, where given, against `signers`.
+    """Checks the signature beside the file `path`, and its signer if `signers` is given.
 
     signers: an allowed-signers file, as `ssh-keygen(1)` describes it
     """

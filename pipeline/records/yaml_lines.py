@@ -1,6 +1,6 @@
-"""A YAML mapping with the line of each of its values, so that an error can say where a mistake is.
+"""A YAML mapping with the line of each of its values, so that an error can name the line of a mistake.
 
-Not for what the values mean; `recipe_file.py` knows that.
+Not for the meaning of the values: `recipe_file.py`.
 """
 
 import difflib
@@ -38,7 +38,7 @@ class YamlLines:
     def require_keys(self, place: Place, valid: Sequence[str], where: str = "") -> None:
         """UserError for a key of the mapping at `place` that is not `valid`, or that is there twice.
 
-        where: what the error says after the key
+        where: the words of the error after the key
         """
         lines: dict[str, int] = {}
         for name, _ in self._node(place).value:

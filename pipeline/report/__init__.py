@@ -1,1 +1,1 @@
-"""A verdict for people: a terminal table, plots, and a page that needs nothing but itself."""
+"""A verdict for people: a terminal table, plots, and a self-contained page."""

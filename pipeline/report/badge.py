@@ -1,4 +1,4 @@
-"""The verdict as a badge: a small SVG for cards and pages, of nothing but itself."""
+"""The verdict as a badge: a small self-contained SVG for cards and pages."""
 
 from html import escape
 
@@ -11,7 +11,7 @@ HEIGHT, CHARACTER, PADDING = 20, 6.6, 7
 
 
 def badge_words(verdict: Verdict) -> str:
-    """`pass, ≥ 0.98× to M=32`: the status, and the lowest ratio where one was measured."""
+    """`pass, ≥ 0.98× to M=32`: the status, and the lowest ratio if one was measured."""
     ratios = [point.ratio for point in verdict.curve if point.ratio is not None]
     if not ratios:
         return verdict.status

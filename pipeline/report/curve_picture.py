@@ -46,7 +46,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """Where Ms and ratios lie in the picture."""
+    """The positions of Ms and ratios in the picture."""
 
     width: int
     height: int
@@ -98,7 +98,7 @@ def ratio_span(verdicts: Sequence[Verdict]) -> tuple[float, float]:
 
 
 def curve_in_words(verdict: Verdict) -> str:
-    """What the picture shows, for those who do not see it."""
+    """A description of the picture for people who cannot see it."""
     points = "; ".join(
         f"M={point.m}: {point.ratio:.2f}, {point.status}"
         for point in verdict.curve
@@ -109,12 +109,12 @@ def curve_in_words(verdict: Verdict) -> str:
 
 
 def asked_ms(verdict: Verdict) -> list[int]:
-    """Every M that was asked for or drawn, measured or not."""
+    """Every M that was given or drawn, measured or not."""
     return sorted({*verdict.workload.measured_ms, *(point.m for point in verdict.curve)})
 
 
 def series_of(verdict: Verdict) -> list[Series]:
-    """The artifact last, so that it is drawn over the others."""
+    """The artifact comes last, so that it is drawn over the others."""
     curve = verdict.curve
     # Where prompts take little of the time, decoding alone is what whole requests are.
     apart = [point for point in curve if point.prompts or verdict.workload.decoding_apart]
@@ -176,7 +176,7 @@ def _axes(verdict: Verdict, scale: Scale) -> list[str]:
 
 
 def _lines(floor: float, scale: Scale) -> list[str]:
-    """The baseline's line and the floor's, named at their right ends, and what lies below the floor."""
+    """The baseline's line and the floor's, labelled at their right ends, and the area below the floor."""
     right, bottom = scale.right, scale.height - BOTTOM
     at_one, at_floor = scale.y(1.0), scale.y(floor)
     name_one, name_floor = at_one + 4, at_floor + 4
@@ -210,7 +210,7 @@ def _series(series: Series, scale: Scale) -> list[str]:
 
 
 def _interval(mark: Mark, kind: str, scale: Scale) -> str:
-    """A bar from limit to limit; nothing where there is no upper limit, after too few blocks for one."""
+    """A bar from limit to limit; empty if there is no upper limit, after too few blocks for one."""
     if mark.high is None:
         return ""
     x, top, foot = scale.x(mark.m), scale.y(mark.high), scale.y(mark.low or scale.low)
@@ -218,7 +218,7 @@ def _interval(mark: Mark, kind: str, scale: Scale) -> str:
 
 
 def _label(mark: Mark, kind: str, scale: Scale) -> str:
-    """The ratio: over the bar; under it for a fail; beside the mark where there is no bar."""
+    """The ratio's label: over the bar; under it for a fail; beside the mark if there is no bar."""
     x, y, anchor = scale.x(mark.m), scale.y(mark.ratio) + 4, "middle"
     foot = scale.y(mark.low or scale.low)
     if mark.high is None:
@@ -231,7 +231,9 @@ def _label(mark: Mark, kind: str, scale: Scale) -> str:
 
 
 def _mark(x: float, y: float, status: str, kind: str, size: float) -> str:
-    """A dot for a pass, a cross for a fail, an open circle for anything else: told apart without colour."""
+    """A dot for a pass, a cross for a fail, an open circle otherwise: they can be told apart without
+    colour.
+    """
     if status == "fail":
         low, high, span = f"{x - size:g}", f"{y - size:g}", f"{2 * size:g}"
         return (

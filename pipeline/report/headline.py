@@ -1,4 +1,4 @@
-"""The verdict in one sentence, and the check that decided it: what a reader sees first.
+"""The verdict in one sentence, and the check that decided it: a reader sees these first.
 
 Not for judging: status, checks and curve are the verdict's own.
 """

@@ -1,4 +1,4 @@
-"""The time that each KV format takes, as a table for a terminal: format × context × M, and what is faster."""
+"""The time of each KV format as a table for a terminal: format × context × M, and which ones are faster."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ NAME_WIDTH, CELL_WIDTH = 24, 14
 
 
 def kv_table(plan: LayoutPlan) -> str:
-    """One block a context; empty where KV formats were not timed."""
+    """One block of lines per context; empty if KV formats were not timed."""
     if not plan.kv:
         return ""
     ms = sorted({timing.m for timing in plan.kv})

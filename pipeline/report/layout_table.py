@@ -1,6 +1,6 @@
 """The layout plan as a table for a terminal: shape × M × layout, microseconds and ratio.
 
-Not for deciding anything: the plan already has.
+Not for deciding anything: the plan has already decided.
 """
 
 from ...layouts.choosing.choose import LOSS_BOUND

@@ -1,4 +1,4 @@
-"""The names of a report's files, and its colours: what cards and previews need without drawing anything."""
+"""The names of a report's files, and its colours, for cards and previews that draw nothing."""
 
 PAGE_NAME = "report.html"
 RATIO_NAME = "ratio.png"

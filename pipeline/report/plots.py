@@ -20,7 +20,7 @@ Latency = Callable[[ServingFigures], float | None]
 
 
 def draw_plots(verdict: Verdict) -> dict[str, bytes]:
-    """File name to PNG, in the order a reader wants them; empty if nothing was measured."""
+    """File name to PNG, in the order for a reader; empty if nothing was measured."""
     if not verdict.curve:
         return {}
     return {
@@ -121,7 +121,7 @@ def _latency(axes: Axes, verdict: Verdict, median: Latency, slowest: Latency) ->
 
 
 def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]:
-    """The artifact last, so that it is drawn over the others."""
+    """The artifact comes last, so that it is drawn over the others."""
     rival = [point.figures for _, point in verdict.rivals]
     return [
         ("baseline", BASELINE_COLOUR, "s", [point.baseline for point in verdict.curve]),
@@ -131,7 +131,7 @@ def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]
 
 
 def _ms(verdict: Verdict, side: Sequence[ServingFigures]) -> list[int]:
-    """Of a side's figures; a rival may lack one that was broken off."""
+    """The Ms of one side's figures; a rival may lack an M that was broken off."""
     points = verdict.curve if len(side) == len(verdict.curve) else [point for point, _ in verdict.rivals]
     return [point.m for point in points]
 

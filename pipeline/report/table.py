@@ -14,7 +14,7 @@ WIDTH = 110
 
 
 def verdict_table(verdict: Verdict) -> str:
-    """The checks, with bound and reason where they did not pass; then the curve, then the verdict."""
+    """The checks, with bound and reason if they did not pass; then the curve, then the verdict."""
     said = first_lines_of(verdict)
     lines = [line for said_line in said for line in textwrap.wrap(said_line, WIDTH)]
     for check in verdict.checks:
@@ -65,7 +65,7 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[str]:
 
 
 def _rival(verdict: Verdict) -> list[str]:
-    """Where an M has no vote, nothing stands at its line's end."""
+    """If an M does not count for the verdict, its line has no mark at the end."""
     rows = [f"{'M':>5} {'artifact':>10} {'rival':>10} {'ratio':>7} {'interval':>16}"]
     for point, rival in verdict.rivals:
         interval = f"{_number(rival.ratio_low, 3)} to {_number(rival.ratio_high, 3)}"
@@ -87,12 +87,12 @@ def _scores(scores: tuple[TaskScore, ...]) -> list[str]:
 
 
 def with_error(value: float, stderr: float | None) -> str:
-    """`0.712 ± 0.009`: with its standard error, where that is known."""
+    """`0.712 ± 0.009`: with its standard error, if that is known."""
     return f"{value:.4g}" if stderr is None else f"{value:.4g} ± {stderr:.2g}"
 
 
 def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
-    """What the servers did meanwhile: a queue beside an empty KV cache is seen here at a glance."""
+    """The servers' own figures: a queue beside an empty KV cache is seen here at a glance."""
     names = ("running", "waiting", "KV used %", "preempted", "step ms", "host ms", "GPU idle %")
     rows = [
         f"{'M':>5}" + "".join(f" {name:>13}" for name in names),
@@ -114,13 +114,13 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
 
 
 def held_out_text(verdict: Verdict) -> str:
-    """What quality was measured on, and prompts drawn from."""
+    """The texts for quality and for prompts."""
     brought = "code, prose, chat and other languages that Scalegate brings"
     return brought if verdict.quality_text is None else f"{brought}; besides, {verdict.quality_text}"
 
 
 def baseline_dtype(verdict: Verdict) -> str:
-    """The one its server was started in, or that of the run where it was not started here."""
+    """The dtype that its server was started in, or the run's dtype if the server was not started here."""
     return str((verdict.environment.baseline_engine_options or {}).get("dtype", verdict.environment.dtype))
 
 

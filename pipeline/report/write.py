@@ -31,7 +31,7 @@ TEXTS_SHOWN = 6
 def render_report(verdict: Verdict, sensitivity: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """`report.html`, the plots and the badge, by file name.
 
-    sensitivity: what `sensitivity_table.shown` makes of the artifact's, where it has one
+    sensitivity: the result of `sensitivity_table.shown` for the artifact, if it has a table
     """
     plots = draw_plots(verdict)
     page = render_page(verdict, plots, sensitivity).encode()
@@ -39,7 +39,7 @@ def render_report(verdict: Verdict, sensitivity: Mapping[str, Any] | None = None
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Each of `files` into `folder`, atomically; others there are left alone."""
+    """Write each of `files` into `folder`, atomically; other files there are left alone."""
     for name, content in files.items():
         with atomic_path(folder / name) as partial:
             partial.write_bytes(content)
@@ -87,7 +87,7 @@ def _unmeasured(verdict: Verdict) -> list[int]:
 
 
 def _script_digest(script: str) -> str:
-    """By which the browser knows the page's own script, and runs no other."""
+    """The digest by which the browser recognizes the page's own script, and runs no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 

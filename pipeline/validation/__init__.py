@@ -1,1 +1,1 @@
-"""What `validate` brings to the gate: who is judged, by which servers, and the figures taken in process."""
+"""The part of `validate` before the gate: the models, the servers, and the figures measured in process."""

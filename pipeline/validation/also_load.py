@@ -1,8 +1,9 @@
-"""The artifact as another library loads it, its predictions beside ours on the same tokens.
+"""Loads the artifact in another library and compares its predictions with ours on the same tokens.
 
-What the files alone do not show: a scale that two readers apply differently, a tensor that one of them leaves
-out. Transformers gives its logits here; any other engine serves the artifact and tells the log-probabilities
-of tokens that it draws. Where one cannot load it here, it says why, and nothing is known.
+This finds problems that the files alone do not show: a scale that two readers apply differently, a tensor
+that one of them ignores. Transformers gives its logits here; any other engine serves the artifact and reports
+the log-probabilities of tokens that it draws. If the library cannot load the artifact here, the result has
+the reason, and nothing is known.
 """
 
 import importlib.metadata
@@ -45,7 +46,7 @@ REQUEST_TIMEOUT_S = 600.0
 
 
 def read_elsewhere(run: Run, ours: nn.Module | None, window: Tensor) -> tuple[ReadElsewhere, ...]:
-    """By the reader that is asked for, if any.
+    """The comparison with the reader that was asked for, if any.
 
     ours: None if both models together do not fit in memory
     """
@@ -61,7 +62,7 @@ def read_elsewhere(run: Run, ours: nn.Module | None, window: Tensor) -> tuple[Re
 
 
 def read_by_server(run: Run, ours: nn.Module, window: Tensor) -> ReadElsewhere:
-    """KL of ours from the predictions of the engine that is asked for: its server draws tokens."""
+    """KL of our predictions from those of an engine, whose server draws tokens."""
     reader, first = run.asked.also_load, next(ours.parameters())
     prompts = [window[:length].tolist() for length in range(DRAWN, min(TOKENS, len(window)) + 1, DRAWN)]
     options = EngineOptions(
@@ -101,8 +102,8 @@ def _grant(device: torch.device) -> MemoryGrant | None:
 
 
 def _draw(endpoint: Endpoint, prompt: Sequence[int], seed: int) -> list[tuple[int, float]]:
-    """Tokens drawn from the whole distribution after `prompt`, with their log-probabilities; none where the
-    server does not tell both."""
+    """Tokens drawn from the whole distribution after `prompt`, with their log-probabilities; none if the
+    server does not report both."""
     body = {
         "prompt": prompt,
         "max_tokens": DRAWN,
@@ -126,7 +127,7 @@ def _of_draws(
     reader: str, ours: nn.Module, prompts: Sequence[list[int]], drawn: Sequence[list[tuple[int, float]]]
 ) -> ReadElsewhere:
     """With d = log q - log p of a token drawn from q, d - 1 + exp(-d) has the KL of p from q as its mean and
-    is never negative; of 256 tokens, its error is a tenth of itself where d is normal."""
+    is never negative; over 256 tokens, its standard error is a tenth of the mean if d is normal."""
     estimates = []
     for prompt, answer in zip(prompts, drawn, strict=True):
         tokens = [token for token, _ in answer]
@@ -144,7 +145,7 @@ def _divergence(difference: float) -> float:
 
 
 def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) -> ReadElsewhere:
-    """KL of transformers' predictions from ours, in nats a token.
+    """KL of transformers' predictions from ours, in nats per token.
 
     ours:   the artifact as our loader has it, on the device that transformers is to use
     window: int64 [T], of which the first `TOKENS` are read

@@ -1,8 +1,8 @@
 """Models that fit into no memory whole, looked at a decoder layer at a time: read from disk, run, forgotten.
 
-Their weights are dequantized rather than multiplied by a layout's kernel, inputs rounded where the checkpoint
-says so, and keys and values stay as they are: figures of what the checkpoint says, not of an engine's
-arithmetic. The verdict tells that it was so.
+Weights are dequantized instead of multiplied by a layout's kernel, inputs are rounded if the checkpoint says
+so, and keys and values are unquantized: the figures describe the checkpoint, not an engine's arithmetic. The
+verdict says so.
 """
 
 from collections.abc import Sequence
@@ -38,16 +38,16 @@ PADDED_TOKENS = 1 << 16
 
 
 class Output(NamedTuple):
-    """What a transformers model answers, as far as it is read here."""
+    """The part of a transformers model's output that is read here."""
 
     logits: Tensor
 
 
 class ModelByLayers(nn.Module):
-    """A checkpoint that has read some texts, and gives its logits on those alone."""
+    """A checkpoint that has read some texts; it gives its logits on these texts only."""
 
     def __init__(self, checkpoint: Checkpoint, texts: Sequence[Tensor], device: str, progress: bool):
-        """texts: int64 [T] each; of a layer only its weights are in memory, of a text its hidden states"""
+        """texts: int64 [T] each; only one layer's weights and one text's hidden states are in memory"""
         super().__init__()
         # What follows a text does not reach back into it: padding changes nothing before it.
         padded = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
@@ -81,8 +81,8 @@ class ModelByLayers(nn.Module):
 
 
 def needs_layers(run: Run) -> bool:
-    """Whether both models are too large to be loaded together here; where our own server runs them, they are
-    not: each has to fit into the memory of one GPU for that."""
+    """Whether both models are too large to be loaded together here; if our own server runs them, they are
+    not, since each must then fit into the memory of one GPU."""
     engines = run.asked.engine, run.asked.engine_of_baseline
     if any(engine_named(engine).packs_with_layouts for engine in engines):
         return False
@@ -100,7 +100,7 @@ def free_bytes(device: str) -> int:
 def figures_by_layers(
     run: Run, text: HeldOutText, given: HeldOutText | None = None
 ) -> tuple[InProcessFigures, HeldOutText]:
-    """What `figures_of` finds, in the memory of a layer, and the text that it was found on.
+    """The result of `figures_of`, in the memory of one layer, and the text that it was measured on.
 
     Domains that the baseline cannot predict are read, too, and left out afterwards: asking it first would be
     one more reading of its files.
@@ -135,7 +135,9 @@ def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse]
 
 
 def within_padding(answers: Sequence[ServedInUse]) -> tuple[ServedInUse, ...]:
-    """Those of the shortest contexts, as many as take `PADDED_TOKENS` if all are as long as the longest."""
+    """The answers with the shortest contexts: as many as take `PADDED_TOKENS` if all are padded to the
+    longest.
+    """
     shortest = sorted(answers, key=lambda answer: answer.context)
     counts = (count for count, answer in enumerate(shortest, 1) if count * answer.context <= PADDED_TOKENS)
     return tuple(shortest[: max(counts, default=0)])

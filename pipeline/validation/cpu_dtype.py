@@ -1,4 +1,5 @@
-"""Which dtype a CPU multiplies faster, bfloat16 or float32: many have no bfloat16 arithmetic and emulate it.
+"""Finds the dtype that a CPU multiplies faster, bfloat16 or float32: many CPUs have no bfloat16 arithmetic
+and emulate it.
 
 A baseline that runs in the slower one would be beaten by its dtype, not by the artifact.
 """
@@ -39,7 +40,7 @@ def baseline_dtype(baseline: Checkpoint, options: EngineOptions, rows: Sequence[
 
 
 def faster_dtype(n: int, k: int, rows: Sequence[int]) -> str:
-    """`bfloat16`, or `float32` where this CPU's products y [rows, N] = x [rows, K] · Wᵀ are faster in it."""
+    """`bfloat16`, or `float32` if this CPU's products y [rows, N] = x [rows, K] · Wᵀ are faster in it."""
     threads = torch.get_num_threads()
     # One thread is seldom kept waiting by whatever else runs, and tells as much about the arithmetic.
     torch.set_num_threads(1)

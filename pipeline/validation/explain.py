@@ -18,7 +18,7 @@ from .run import Run
 
 
 def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], str]:
-    """Explains a slow M from the artifact's plan, or from one measured now where that does not cover it."""
+    """Explains a slow M from the artifact's plan, or from one measured now if the plan does not cover it."""
     recorded = run.manifest.layout_plan if run.manifest else None
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
 

@@ -1,6 +1,7 @@
-"""What a verdict learns in this process: quality, the files, and how likely the servers' answers are.
+"""The parts of a verdict measured in this process: quality, the files, and the likelihood of the servers'
+answers.
 
-Imports the libraries of models, which takes seconds: `measure.py` does so while the servers import theirs.
+It imports the libraries of models, which takes seconds: `measure.py` imports it while the servers start.
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the servers wrote, held to both models."""
+    """The servers' answers, compared with both models."""
 
     canary: tuple[ScoredText, ...]
     baseline_canary: tuple[ScoredText, ...]
@@ -90,7 +91,9 @@ def look(run: Run, keep_models: bool) -> Findings:
 
 
 def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
-    """By the models that were kept, or loaded once more: the servers have gone by then."""
+    """Scored with the models that were kept, or that are loaded once more, because the servers have ended by
+    then.
+    """
     in_use = served.in_use.answers if served.in_use else ()
     longest = max(
         run.workload.input_len + run.workload.output_len,
@@ -113,7 +116,9 @@ def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
 
 
 def _other_readers(run: Run, text: HeldOutText, models: Models | None) -> ReaderFigures:
-    """What the files are for others: by themselves and, if the models are in memory, by others' logits."""
+    """How other readers read the files: checked on the files and, if the models are in memory, by others'
+    logits.
+    """
     elsewhere = read_elsewhere(run, None if models is None else models.ours.model, text.windows[0])
     return ReaderFigures(misreadings(run.artifact), elsewhere)
 

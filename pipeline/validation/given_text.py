@@ -1,7 +1,7 @@
 """The text that a user gives to be measured besides Scalegate's own, and the least that it must have.
 
-It is refused rather than called exploratory: whoever gives a text wants to know about it, and hears at once
-what is wrong with it instead of at the end.
+It is refused rather than called exploratory: a user who gives a text wants it measured, and learns at once
+what is wrong with it, not at the end.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""How much of a GPU each server of a validation may take, and whether all fit there at the same time.
+"""The share of a GPU for each server of a validation, and whether all fit there at the same time.
 
-From the sizes of their weights and of the load; nothing is started here.
+Computed from the sizes of their weights and of the load; nothing is started here.
 """
 
 import math
@@ -44,7 +44,7 @@ MemInfo = Callable[[int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Side:
-    """One server that is wanted, and its place."""
+    """One server to start, and its place."""
 
     name: str
     """`artifact`, `baseline` or `rival`."""
@@ -111,7 +111,7 @@ def _shortage(
     least: Mapping[str, float],
     memory: Mapping[int, tuple[int, int]],
 ) -> str:
-    """What the servers need of the first GPU where they do not fit, and what to change."""
+    """The memory that the servers need of the first GPU if they do not fit, and what to change."""
     for device, (free, _) in memory.items():
         there = [side for side in sides if device in side.devices]
         wanted, offered = math.fsum(least[side.name] for side in there), SHARE_OF_FREE * free
@@ -131,7 +131,7 @@ def _shortage(
 
 
 def served_bytes(checkpoint: Checkpoint) -> int:
-    """Of the weights in our own server: as the files have them, but 16 bits where it unpacks them."""
+    """Bytes of the weights in our own server: as in the files, but 16 bits per weight if it unpacks them."""
     stored = stored_weights(checkpoint).values()
     unpacked = {name for weight in stored if not weight.is_quantized for name in weight.tensors}
     unpacked |= {name for name, info in checkpoint.tensors.items() if isinstance(info, DecodedTensor)}
@@ -142,7 +142,7 @@ def served_bytes(checkpoint: Checkpoint) -> int:
 
 
 def needed_bytes(side: Side, placement: Placement) -> float:
-    """On each of its GPUs, for its weights, the keys and values of the load, and all else."""
+    """Bytes on each of its GPUs for its weights, the keys and values of the load, and everything else."""
     return _needed_bytes(side, placement, kv_cache_bytes(side, placement))
 
 
@@ -154,7 +154,9 @@ def _needed_bytes(side: Side, placement: Placement, stored: float) -> float:
 
 
 def kv_cache_bytes(side: Side, placement: Placement) -> float:
-    """On each of its GPUs, for the keys and values of the load, in the format in which they are stored."""
+    """Bytes on each of its GPUs for the keys and values of the load, in the format in which they are
+    stored.
+    """
     if engine_named(side.engine).packs_with_layouts:
         return _own_pool_bytes(side)
     tokens, config = side.options.kv_cache_tokens or 0, side.checkpoint.config
@@ -164,7 +166,7 @@ def kv_cache_bytes(side: Side, placement: Placement) -> float:
 
 
 def _own_pool_bytes(side: Side) -> int:
-    """The pool of our own server: its pages, and what each request keeps besides them."""
+    """Bytes of our own server's pool: its pages, and the state of each request besides them."""
     options = side.options
     kv_format = KV_FORMATS[kv_cache_of(side.checkpoint, options.kv_cache_dtype).kv_format]
     device = torch.device("cuda")
@@ -177,7 +179,7 @@ def _own_pool_bytes(side: Side) -> int:
 
 
 def _share_of_16_bits(kv_cache_dtype: str) -> float:
-    """Bytes of a token in that format over those of an unquantized one, with heads of 128 numbers."""
+    """Bytes of a token in that format divided by those of an unquantized one, with heads of 128 numbers."""
     if kv_cache_dtype in (AUTO, UNQUANTIZED):
         return 1.0
     shape = KVShape(heads=1, key_dim=128, value_dim=128, dtype=torch.bfloat16, query_heads=1)
@@ -188,7 +190,7 @@ def _share_of_16_bits(kv_cache_dtype: str) -> float:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """Of all layers in 16 bits; multi-head latent attention stores one short row instead of both."""
+    """Bytes of all layers in 16 bits; multi-head latent attention stores one short row instead of both."""
     config = config.get("text_config") or config
     layers = int(config.get("num_hidden_layers") or 0)
     if config.get("kv_lora_rank"):

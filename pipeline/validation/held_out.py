@@ -90,7 +90,7 @@ def read_held_out(
 ) -> HeldOutText:
     """Windows of `window` tokens of `path`, or of the text that ships with Scalegate.
 
-    At most `tokens` are predicted, as many of each domain as the text allows.
+    At most `tokens` are predicted, with equal numbers for the domains as far as the text allows.
     Long windows go on from one document of a domain to the next, so that all are full.
     prompt:  tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
     without: domains that are left out
@@ -130,7 +130,9 @@ def read_held_out(
 
 
 def _windows(tokenizer: Any, documents: Sequence[Document], length: int) -> dict[str, list[Iterator[Tensor]]]:
-    """By domain, the windows of each document, int64 [<= length]; a long one's documents are joined first."""
+    """For each domain, the windows of each document, int64 [<= length]; the documents are joined first if
+    windows are long.
+    """
     by_domain: dict[str, list[str]] = {}
     for document in documents:
         by_domain.setdefault(document.domain, []).append(document.text)
@@ -185,9 +187,9 @@ def _spread(windows: Mapping[str, Sequence[Iterator[Tensor]]], predictions: int)
 def window_for(artifact: Checkpoint, baseline: Checkpoint, kv_format: str, tokens: int) -> int:
     """Tokens of a window that quality is measured on.
 
-    Long ones for quantized keys, and longer ones where either config computes otherwise from some position on
-    (a stretched rope, a sliding window): then they reach beyond it, within the context and `tokens`, which is
-    all that is measured.
+    Windows are long for quantized keys, and longer if either config changes the computation from some
+    position on (a stretched rope, a sliding window): then they reach beyond that position, within the context
+    and `tokens`.
     """
     window = WINDOW if kv_format == UNQUANTIZED else LONG_WINDOW
     changes = [position for side in (artifact, baseline) for position in changes_beyond(side.config)]

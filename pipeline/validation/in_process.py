@@ -1,6 +1,7 @@
-"""The figures that need no server: what was loaded, and how close the artifact predicts to the baseline.
+"""The figures that need no server: the loaded models, and how close the artifact's predictions are to the
+baseline's.
 
-Both models stay in memory while the servers are up only where there is room for that.
+Both models stay in memory while the servers run only if there is room.
 """
 
 import gc
@@ -82,7 +83,7 @@ def load_models(artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions
 def figures_of(
     models: Models, text: HeldOutText, options: LoadOptions, given: HeldOutText | None = None
 ) -> InProcessFigures:
-    """Look at their layers, and compare their predictions on the text, and on the given one by itself."""
+    """Record their layers, and compare their predictions on the text, and on the given text by itself."""
     ours, theirs = models.ours, models.theirs
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     refuse_other_vocabulary(ours.checkpoint, loaded, theirs.checkpoint, baseline_loaded)
@@ -110,7 +111,9 @@ def compare_texts(
     second_half: bool = False,
     batch: int = 1,
 ) -> tuple[Comparison, dict[str, Comparison], Comparison | None]:
-    """On all of the text, on each of its domains if there are several, and on the given text by itself."""
+    """The comparison on all of the text, on each of its domains if there are several, and on the given text
+    by itself.
+    """
     whole, by_domain = compare_domains(
         model, baseline, text.windows, text.domains, progress, second_half, batch
     )
@@ -141,13 +144,13 @@ class TextScorer:
         return continuation_nats(self._baseline, prompt, continuation)
 
     def __call__(self, served: ServedText) -> TextScore:
-        """Its tokens held to the logits of either model."""
+        """Its tokens, compared with the logits of either model."""
         ours = greedy_gaps(self._artifact, served.prompt, served.tokens)
         theirs = greedy_gaps(self._baseline, served.prompt, served.tokens)
         return text_score(served.m, ours, theirs, served.text)
 
     def answers_in_use(self, served: Sequence[ServedInUse]) -> tuple[AnswerInUse, ...]:
-        """Their tokens held to the artifact's logits, and greedy ones to the baseline's as well."""
+        """Their tokens, compared with the artifact's logits, and greedy ones with the baseline's as well."""
         # Of similar lengths, so that those that are decoded together end together.
         ordered = sorted(served, key=lambda answer: len(answer.tokens))
         return tuple(map(self._answer_in_use, ordered, _logits_of(self._artifact, ordered)))
@@ -181,7 +184,7 @@ class TextScorer:
 
 
 def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> tuple[float, float]:
-    """By how many nats the log-probabilities differ, mean and largest; infinite if any is missing."""
+    """The difference of the log-probabilities in nats, mean and largest; infinite if any is missing."""
     if len(told) != len(expected):
         return math.inf, math.inf
     pairs = zip(told, expected, strict=True)
@@ -190,7 +193,9 @@ def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> t
 
 
 def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
-    """Of each answer [tokens, V]; together where keys and values are stored: they are read token by token."""
+    """The logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
+    together, because they are read token by token.
+    """
     texts = [(answer.prompt, answer.tokens) for answer in served]
     if isinstance(model, StoredKVModel):
         return model.continuations(texts)
@@ -205,7 +210,7 @@ def _of_allowed(logits: Tensor, served: ServedInUse) -> Tensor:
 
 
 def scorer_of(models: Models, options: LoadOptions, longest: int) -> TextScorer:
-    """longest: tokens of a prompt and what followed it, at most"""
+    """longest: tokens of a prompt and its continuation, at most"""
     batch = max(1, min(MOST_TOGETHER, STORED_TOKENS // longest))
     return TextScorer(_as_served(models.ours, options, longest, batch), models.theirs.model)
 
@@ -247,7 +252,7 @@ def _describe(loaded: LoadedModel) -> ModelFigures:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of all parameters and packed weights, those that are shared counted once."""
+    """Bytes of all parameters and packed weights; shared ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     # oneDNN's own order of bytes has no storage that can be pointed at.
     return sum(
@@ -279,7 +284,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def release_memory() -> None:
-    """What nothing refers to any more, on the GPU as well."""
+    """Free objects that nothing refers to any more, on the GPU as well."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Which domains of the held-out text a baseline can predict: the others say nothing of an artifact.
+"""The domains of the held-out text that a baseline can predict: the others say nothing about an artifact.
 
-A model that was trained on code alone guesses in prose. Which token it puts first there is chance, and
+A model that was trained on code alone guesses in prose. In such a domain its most likely token is chance, and
 changes with every rounding. Nobody serves such text with it either.
 """
 
@@ -29,9 +29,9 @@ def read_known(
     window: int = WINDOW,
     prompt: int = 0,
 ) -> HeldOutText:
-    """As `read_held_out` of the text that ships with Scalegate, but only the domains that `model` predicts.
+    """Like `read_held_out` of Scalegate's own text, but with only the domains that `model` predicts.
 
-    All of them where it predicts none.
+    All domains if it predicts none.
     """
     foreign = foreign_domains(model, read_held_out(None, artifact, baseline, PROBED))
     text = read_held_out(None, artifact, baseline, tokens, window, prompt, foreign)
@@ -39,7 +39,7 @@ def read_known(
 
 
 def without_foreign(model: nn.Module, text: HeldOutText) -> HeldOutText:
-    """Its windows of the domains that `model` predicts, where all of it has been read already."""
+    """The windows of the domains that `model` predicts, if all of the text has been read already."""
     foreign = foreign_domains(model, text)
     kept = [index for index, domain in enumerate(text.domains) if domain not in foreign]
     windows, domains = [text.windows[index] for index in kept], [text.domains[index] for index in kept]
@@ -47,14 +47,16 @@ def without_foreign(model: nn.Module, text: HeldOutText) -> HeldOutText:
 
 
 def foreign_domains(model: nn.Module, text: HeldOutText) -> dict[str, float]:
-    """Those that `model` cannot predict, with the bits that it needs for a byte; none where that is all."""
+    """The domains that `model` cannot predict, with the bits per byte that it needs; empty if these are all
+    domains.
+    """
     bits = bits_a_byte(model, text)
     foreign = {domain: value for domain, value in bits.items() if value > MOST_BITS}
     return {} if len(foreign) == len(bits) else foreign
 
 
 def bits_a_byte(model: nn.Module, text: HeldOutText) -> dict[str, float]:
-    """By domain, what `model` needs on average for a byte of UTF-8."""
+    """For each domain, the bits that `model` needs on average for a byte of UTF-8."""
     needed: dict[str, float] = dict.fromkeys(text.domains, 0.0)
     size = dict.fromkeys(text.domains, 0)
     for domain, window in zip(text.domains, text.windows, strict=True):

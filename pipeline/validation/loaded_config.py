@@ -1,8 +1,8 @@
 """Both models' configs as their readers load them: defaults filled in, old spellings and new ones met.
 
 transformers turns a config.json into a config object of the model's type; vLLM starts from the same object. A
-key that means what its default means is no difference, and one that only one side has is, unless it says what
-the other leaves to the default.
+key with its default value is no difference. A key that only one side has is no difference either, unless its
+value differs from the other side's default.
 """
 
 import json
@@ -36,13 +36,15 @@ DTYPES = ("dtype", "torch_dtype")
 
 
 def loaded_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config as transformers loads it, without what may differ; sections of a model's parts included."""
+    """The config as transformers loads it, without the keys that may differ; sections of a model's parts
+    included.
+    """
     written = dict(checkpoint.config)
     return _plain(_as_transformers_loads(CONFIG_MAPPING[checkpoint.model_type], written) or written)
 
 
 def contradictions(config: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Where a config.json says one thing twice, and not alike: readers take one or the other.
+    """Keys of a config.json that contradict each other: readers use one or the other.
 
     Each in a few words: `rope_theta is 10000.0 and in rope_parameters 1000000.0`.
     """
@@ -93,7 +95,7 @@ def _positive(value: Any) -> list[int]:
 
 
 def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str, Any] | None:
-    """None if it cannot: what is wrong then shows where the model is loaded."""
+    """None if it cannot be loaded: the problem then shows when the model is loaded."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -108,7 +110,7 @@ def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared: nothing that may differ, and values as JSON has them."""
+    """The compared keys: without those that may differ, with values as in JSON."""
     found = {}
     for name, value in config.items():
         if name in MAY_DIFFER or value is None:

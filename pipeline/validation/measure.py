@@ -1,4 +1,6 @@
-"""All that a verdict stands on, measured: quality and files in this process, the rest on running servers."""
+"""Measures everything that a verdict rests on: quality and files in this process, the rest on running
+servers.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def measure_and_judge(run: Run) -> Verdict:
-    """Serve all sides, look at what they answer and at their files, and judge it."""
+    """Serve all sides, compare their answers and files, and judge the figures."""
     run.clock.say(outlook(run))
     results = serve_sides(run, functools.partial(_look, run), functools.partial(_score, run))
     here = device_model(torch.device(run.options.device))
@@ -92,7 +94,7 @@ def _evidence(
 
 
 def _in_use(served: RunFigures, scores: "Scores") -> FiguresInUse | None:
-    """With its answers as they were scored."""
+    """The load as in use, with the scores of its answers."""
     return None if served.in_use is None else replace(served.in_use.figures, answers=scores.in_use)
 
 
@@ -176,9 +178,10 @@ def _score(run: Run, findings: "Findings", served: RunFigures) -> "Scores":
 
 
 def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> ModelFigures:
-    """What the server of `checkpoint` has to hold: what this process loaded, or, elsewhere, the same weights.
+    """The model that the server of `checkpoint` must hold: the one that this process loaded, or, on another
+    device, the same weights.
 
-    as_here: our own server, whoever started it, on a device of the model that is used here
+    as_here: our own server, whoever started it, on the same model of device as here
     """
     if as_here:
         return loaded

@@ -1,7 +1,6 @@
-"""What `validate` takes beside the workload, the bounds and the engine's options; `release` takes the same.
+"""The options of `validate` beside the workload, the bounds and the engine's options; `release` has the same.
 
-Plain data; the workload and the bounds that are asked for are made here too. What they mean for a run is in
-`run.py`.
+Plain data; it also builds the workload and the bounds. `run.py` applies them to a run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +31,7 @@ def _other_readers() -> Iterable[str]:
 
 
 def _require_reader(reader: str) -> None:
-    """UserError if it is none, or is not here."""
+    """UserError if the reader is unknown, or not installed."""
     if reader in (TRANSFORMERS, NO_OTHER_READER):
         return
     engine = find_engine(reader)
@@ -46,7 +45,7 @@ def _require_reader(reader: str) -> None:
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """UserError if a value is none that it can have."""
+    """UserError if a value is not allowed."""
 
     baseline: str | None = option(
         None,
@@ -109,13 +108,13 @@ class ValidateOptions:
 
     @property
     def engine_of_baseline(self) -> str:
-        """The one that is given; else the artifact's, or our own if that is a running server."""
+        """The given engine; else the artifact's, or our own if that is a running server."""
         return self.baseline_engine or (self.engine if engine_named(self.engine).starts else DEFAULT_ENGINE)
 
 
 def asked_workload(given: Mapping[str, Any], input_len: int, seed: int) -> WorkloadSettings:
-    """The workload's options that are given, and what follows from the prompts' length for the others. Ms
-    between those given are drawn: whoever measures what cannot be published leaves them out.
+    """The workload from the given options, with defaults that depend on the prompts' length. Ms between the
+    given ones are drawn; exploratory runs turn this off.
 
     input_len, seed: unless they are given
     """
@@ -125,5 +124,5 @@ def asked_workload(given: Mapping[str, Any], input_len: int, seed: int) -> Workl
 
 
 def asked_bounds(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> Bounds:
-    """The recipe's bounds, with those that are given."""
+    """The recipe's bounds, replaced by the ones that are given."""
     return replace(Bounds.from_recipe(recipe), **given_of(Bounds, given))

@@ -1,8 +1,8 @@
-"""What readers other than ours take an artifact's files for: what they would refuse, skip or read otherwise.
+"""How other readers would read an artifact's files: what they would refuse, skip or read differently.
 
-Those on the card (transformers, vLLM, SGLang, TensorRT-LLM) read the same files by rules of their own: one
-takes every safetensors file of a folder, another those that the index names; one reads
-`hf_quant_config.json`, another the section in config.json. Here is what can be told from the files alone.
+The readers on the card (transformers, vLLM, SGLang, TensorRT-LLM) read the same files by their own rules: one
+reads every safetensors file of a folder, another only those that the index names; one reads
+`hf_quant_config.json`, another the section in config.json. This file has the checks that need only the files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from .loaded_config import contradictions
 
 
 def misreadings(artifact: Checkpoint) -> tuple[str, ...]:
-    """Each with its file and field, in the order of files. UserError if a file cannot be read."""
+    """Each problem with its file and field, in the order of files. UserError if a file cannot be read."""
     return tuple(_all(artifact))
 
 
@@ -39,7 +39,7 @@ def _all(artifact: Checkpoint) -> Iterator[str]:
 
 
 def _beside(section: Mapping[str, Any], sidecar: Mapping[str, Any]) -> Iterator[str]:
-    """Where ModelOpt's older file says something else than the section in config.json."""
+    """Contradictions between ModelOpt's older file and the section in config.json."""
     older = sidecar.get("quantization")
     if not isinstance(older, Mapping):
         yield f"{SIDECAR}: quantization should be a JSON object"

@@ -1,6 +1,6 @@
 """The checkpoint that an artifact must be faster than: given by the user, or made by the recipe's own rival.
 
-Opens it and says whether a comparison makes sense; measuring is `serving_check/gate/interleaving.py`.
+Opens the rival and checks that a comparison makes sense; `serving_check/gate/interleaving.py` measures it.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def describe_rival(rival: Checkpoint) -> Subject:
 
 
 def rival_folder(work: Path, source: str, recipe: str) -> Path:
-    """Where `release` puts what `recipe` makes of `source`, beside the artifact."""
+    """The folder beside the artifact for the rival that `release` makes from `source` by `recipe`."""
     return work / f"{Path(source).name}-{Path(recipe).stem}"
 
 

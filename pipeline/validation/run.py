@@ -1,4 +1,4 @@
-"""One validation as it was asked for, and the command that measures it again."""
+"""One validation with its arguments, and the command that repeats it."""
 
 import contextlib
 import shlex
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def served_options(self) -> EngineOptions:
-        """What the artifact's server is started with."""
+        """The options of the artifact's server."""
         return artifact_options(self.options, self.manifest)
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def text_name(self) -> str | None:
-        """Of the held-out text, if one was given."""
+        """The name of the held-out text, if one was given."""
         return None if self.asked.text is None else self.asked.text.name
 
     @property
@@ -86,9 +86,9 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What measures this again; every setting is spelled out, so that no default can change it.
+        """The command that repeats this run; every setting is spelled out, so that no default can change it.
 
-        It is published with the verdict, so folders and files stand in it by their names alone.
+        It is published with the verdict, so folders and files are in it by name only.
         """
         public = replace(
             self.asked,
@@ -116,7 +116,7 @@ class Run:
 
 
 def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
-    """UserError if the model takes no requests as long as the workload's."""
+    """UserError if the model's context is shorter than the workload's requests."""
     context, needed = checkpoint.context, longest_request(workload)
     if context is not None and needed > context:
         raise UserError(
@@ -132,13 +132,15 @@ def weaker_than_policy(run: Run) -> list[str]:
 
 
 def say_exploratory(run: Run) -> None:
-    """Before hours of work, that its result will not be published; whoever has no manifest never asked to."""
+    """Warn, before hours of work, that the result will not be published; not if there is no manifest, since
+    then nothing is to be published.
+    """
     for line in first_lines(weaker_than_policy(run), {}) if run.manifest and run.progress else []:
         logger.warning(line)
 
 
 def outlook(run: Run) -> str:
-    """What is to come, before any of it has begun."""
+    """The steps of the run, before any of them has begun."""
     workload = run.workload
     least = sum(workload.measured_ms) * workload.waves * LOOKS[0]
     text = (

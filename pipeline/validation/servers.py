@@ -1,7 +1,7 @@
-"""The servers of a validation: what each is asked to hold, and what of it the verdict records.
+"""The servers of a validation: their options, and the record of these in the verdict.
 
-Starts nothing; how a server is started is for its engine (`serving_check/adapters/`) to say. Sizes that
-nobody gave are those of the workload, alike on both sides.
+Starts nothing; each engine (`serving_check/adapters/`) starts its own server. Sizes that were not given
+follow from the workload, the same on both sides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ def sized_options(
 
     UserError if the servers would be too short for the workload.
 
-    context: the most tokens of a request that the models take, where it is known; the workload fits in it
+    context: the longest request that the models accept, in tokens, if known; the workload fits in it
     """
     pool = max(pool_tokens(workload), longest_task)
     length = max(request_tokens(workload), longest_task)
@@ -72,10 +72,10 @@ def sized_options(
 def with_long_contexts(
     options: EngineOptions, given: Mapping[str, Any], context: int | None = None
 ) -> EngineOptions:
-    """`options` with room for the longest request of a load as in use beside the others, unless sizes are
+    """`options` with room for the longest request of the load as in use beside the others, unless sizes are
     given.
 
-    context: the most tokens of a request that the models take, if that is known
+    context: the longest request that the models accept, in tokens, if known
     """
     wanted = (LONG_PROMPT_IN_USE + MOST_ANSWER) // PAGE * PAGE + PAGE
     length = wanted if context is None else min(wanted, context)
@@ -95,12 +95,13 @@ def with_recorded_contexts(
 
 
 def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:
-    """With chunks so large for long prompts that prefill of all M ends in a quarter of an answer's steps.
-    Otherwise the first requests end before the last begin to decode, and M never decode together.
+    """With prefill chunks large enough that, for long prompts, prefill of all M requests ends within a
+    quarter of an answer's steps. Otherwise the first requests end before the last begin to decode, and M
+    never decode together.
 
     UserError if the largest chunks are not enough for half of it.
 
-    longest: the most tokens of a request; None if nothing limits it
+    longest: the most tokens of a request; None if there is no limit
     """
     if workload.input_len <= LONG_PROMPT:
         return options
@@ -125,14 +126,14 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: in
 
 
 def baseline_options(options: EngineOptions) -> EngineOptions:
-    """The same for the baseline, without what is tried on the artifact."""
+    """The baseline's options: the artifact's without those that apply to the artifact only."""
     untried = EngineOptions()
     return replace(options, **{name: getattr(untried, name) for name in ARTIFACT_ONLY})
 
 
 def artifact_options(options: EngineOptions, manifest: Artifact | None) -> EngineOptions:
-    """What the artifact's server is started with: the KV format it was made for by name, since other engines
-    cannot read it off the checkpoint in every format."""
+    """The options of the artifact's server: the KV format is named, since other engines cannot read every
+    format from the checkpoint."""
     if manifest is None or manifest.kv_cache == UNQUANTIZED or options.kv_cache_dtype != AUTO:
         return options
     return replace(options, kv_cache_dtype=manifest.kv_cache)
@@ -161,7 +162,7 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
 
 
 def placed(asked: str, placement: Placement) -> str:
-    """Where this process loads both models: the first GPU that is named, or the device `asked` for."""
+    """The device on which this process loads both models: the first GPU that is named, or `asked`."""
     device = resolve_device(asked)
     if placement.devices is None:
         return device
@@ -185,7 +186,7 @@ def sides_of(
     placement: Placement,
     name_of: Callable[[int], str] = gpu_name,
 ) -> list[Side]:
-    """The servers with their places. UserError if those are GPUs of several kinds.
+    """The servers with their places. UserError if these are GPUs of different kinds.
 
     wanted: name, engine, checkpoint and options of each
     """
@@ -209,7 +210,7 @@ def sides_of(
 def has_room(sides: Sequence[Side]) -> bool:
     """Whether all models fit in memory twice at the same time: in this process and in their servers.
 
-    On a GPU never: what this process loads there is planned for nowhere (`gpu_memory.py`).
+    On a GPU it is always false: memory for this process is not planned there (`gpu_memory.py`).
     """
     if not all(side.options.device.startswith("cpu") for side in sides):
         return False
@@ -221,9 +222,9 @@ def has_room(sides: Sequence[Side]) -> bool:
 def may_start_at_once(sides: Sequence[Side], plan: MemoryPlan) -> bool:
     """Whether servers on GPUs leave each other's start alone.
 
-    vLLM and SGLang measure what is free on a GPU while they start, and fail or take too much where that
-    changes under them; vLLM does not where it is told the bytes of its KV cache. Ours keeps the tokens that
-    it is told to.
+    vLLM and SGLang measure the free memory of a GPU while they start, and fail or take too much if that
+    changes meanwhile; vLLM does not if it is given its KV cache size in bytes. Our engine keeps to the number
+    of tokens that it is given.
     """
     measuring = [side for side in sides if _measures(side, plan)]
     disturbed = any(
@@ -250,9 +251,10 @@ def recorded_options(
     dtype: str,
     placement: Placement = ANYWHERE,
 ) -> dict[str, OptionValue] | None:
-    """What the server of `checkpoint` was started with, `auto` resolved; None if it was not started here.
+    """The options with which the server of `checkpoint` was started, with `auto` resolved; None if it was not
+    started here.
 
-    Of the placement only what was asked for.
+    Of the placement, only the options that were given.
 
     dtype: the one that `checkpoint` was loaded in
     """
@@ -266,7 +268,7 @@ def recorded_options(
 
 
 def effective_options(options: EngineOptions) -> dict[str, OptionValue]:
-    """Every option with the value that the engine takes on its device, where that is known beforehand."""
+    """Every option with the value that the engine uses on its device, if that is known beforehand."""
     chunk, while_decoding = options.chunks(options.device.startswith("cuda"))
     return options.to_json() | {"prefill_chunk": chunk, "chunk_while_decoding": while_decoding}
 
@@ -282,5 +284,5 @@ def request_tokens(workload: WorkloadSettings) -> int:
 
 
 def pool_tokens(workload: WorkloadSettings) -> int:
-    """The KV pool both servers get: as many such requests as the largest M."""
+    """The KV pool of both servers: room for the largest M of such requests."""
     return max(workload.ms) * request_tokens(workload)

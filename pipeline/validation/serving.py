@@ -1,4 +1,4 @@
-"""The servers of a validation: up together where they fit, else in turns, and down again whatever happens."""
+"""The servers of a validation: started together if they fit, else in turns, and stopped in any case."""
 
 import functools
 import shutil
@@ -71,7 +71,7 @@ class _ServerGroup:
 
     @property
     def started(self) -> list[SubprocessEndpoint]:
-        """Those that are started here."""
+        """The endpoints that were started here."""
         return [server for server in self.servers if isinstance(server, SubprocessEndpoint)]
 
     @property
@@ -83,9 +83,9 @@ class _ServerGroup:
 def serve_sides(
     run: Run, look: Look[FindingsT], score: Score[FindingsT, ScoresT]
 ) -> Results[FindingsT, ScoresT]:
-    """All servers measured beside one another, or one after another where they do not fit together.
+    """Measure all servers side by side, or in turns if they do not fit together.
 
-    `look` runs while the servers start if memory allows that, else before. `score` runs while they stop, or
+    `look` runs while the servers start if memory allows it, else before. `score` runs while they stop, or
     after that.
 
     UserError if a server was ended from elsewhere.
@@ -155,7 +155,9 @@ def _together(
     look: Look[FindingsT],
     score: Score[FindingsT, ScoresT],
 ) -> tuple[FindingsT, RunFigures, tuple[TaskScore, ...], ScoresT | None]:
-    """All servers up at the same time. Scores are None if there was no room to make them here."""
+    """Measure with all servers up at the same time. Scores are None if there was no room to make them
+    here.
+    """
     at_once = is_roomy or may_start_at_once(servers.sides, servers.plan)
     started = servers.started
     scores = None
@@ -192,7 +194,7 @@ def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
 
 
 def _request_source(run: Run, text: "HeldOutText") -> RequestSource:
-    """What requests of a load as in use are made from besides the text."""
+    """The sources, besides the text, of requests in a load as in use."""
     asked = run.options.max_model_len
     lengths = [asked, run.artifact.context, run.baseline.context]
     known = [length for length in lengths if length is not None]
@@ -211,8 +213,8 @@ def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessE
 
 @contextmanager
 def leaving_cores(servers: int) -> Iterator[None]:
-    """Inside, torch leaves a core to each of so many servers that start. Threads that wait for one another's
-    turn on a core take longer together than one thread alone."""
+    """While it is open, torch leaves one core to each of the starting servers. Threads that wait for a turn
+    on a core take longer together than one thread alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - servers))
     try:
@@ -241,14 +243,18 @@ def _in_turns(
 
 
 def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
-    """UserError if the machine has ended a server, which decides nothing; a crash of its own is a failure."""
+    """UserError if the machine has ended a server, which decides nothing; a server's own crash is a
+    failure.
+    """
     for server in servers:
         if reason := server.why_gone():
             raise UserError(f"{reason}. Nothing was decided; run it again (its log: {server.log})")
 
 
 def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:
-    """None if the artifact's server claims nothing. As late as other requests of the gate's own."""
+    """None if the artifact's server does not claim batch invariance. These requests are allowed to be as late
+    as the gate's other requests.
+    """
     claim, workload = run.options.batch_invariance, run.workload
     if claim == "tuned":
         return None
@@ -259,7 +265,7 @@ def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFig
 
 
 def _task_scores(run: Run, server: Callable[[str], Endpoint]) -> tuple[TaskScore, ...]:
-    """Last, so that what is measured is measured on servers that have met nothing else.
+    """It runs last, so that the servers have met nothing else when they are measured.
 
     server: the endpoint of a side, up
     """

@@ -1,4 +1,4 @@
-"""Naming what a verdict is about: the checkpoint, its exact bytes and how its layers ran."""
+"""Describes the subject of a verdict: the checkpoint, its exact bytes and how its layers ran."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Scores of lm-eval's tasks from running servers: lm-eval itself, in a process of its own, as any client.
+"""Scores of lm-eval's tasks from running servers: lm-eval runs in its own process, as any client.
 
 Not for judging them. The tasks are lm-eval's own by name, or YAML files of its form.
 """
@@ -33,17 +33,17 @@ def require_lm_eval() -> None:
 
 
 def public_tasks(tasks: str | None) -> str | None:
-    """As a verdict names them: files by their names alone."""
+    """The tasks as a verdict names them: files by name only."""
     return None if tasks is None else ",".join(Path(task).name for task in tasks.split(","))
 
 
 def task_context(checkpoint: Checkpoint) -> int:
-    """Tokens that a server has to take for tasks: the model's own context, within bounds."""
+    """The context that a server needs for tasks: the model's own, within bounds."""
     return CONTEXT if checkpoint.context is None else min(checkpoint.context, CONTEXT)
 
 
 def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, concurrent: int) -> Results:
-    """lm-eval's results on one server. UserError with the end of its log where it fails.
+    """lm-eval's results on one server. UserError with the end of its log if it fails.
 
     tokenizer: the checkpoint's folder
     context:   tokens that the server takes, output included

@@ -1,8 +1,9 @@
-"""Holding what turns text into tokens and ends an answer against the baseline's: none of it is weights.
+"""Compares everything that turns text into tokens and ends an answer with the baseline's; weights are not
+compared here.
 
-Tokenizers and configs are compared as they are loaded, so that two ways to save the same one are equal.
-Files that only some readers take (a vocabulary beside tokenizer.json, a second chat template) are compared by
-what is in them. What a difference means, `checks/text_files.py` says.
+Tokenizers and configs are compared as they are loaded, so that two ways to save the same one are equal. Files
+that only some readers use (a vocabulary beside tokenizer.json, a second chat template) are compared by
+content. `checks/text_files.py` explains the meaning of a difference.
 """
 
 import itertools
@@ -42,7 +43,9 @@ SHOWN_CHARACTERS = 40
 
 
 def compare_text_files(artifact: Checkpoint, baseline: Checkpoint) -> tuple[TextDifference, ...]:
-    """Every part that is not the baseline's, with where. UserError if a file of either cannot be read."""
+    """Every part that differs from the baseline's, with the place of the difference. UserError if a file of
+    either cannot be read.
+    """
     found: list[tuple[str, str | None]] = []
     if not _same_files(artifact, baseline):
         found += _tokenizers(artifact, baseline)
@@ -100,7 +103,9 @@ def _by_content(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[st
 
 
 def _content(checkpoint: Checkpoint, name: str) -> Any:
-    """What is in a file, whatever its spaces and the order of its keys; None if there is no such file."""
+    """The content of a file, independent of its spaces and the order of its keys; None if there is no such
+    file.
+    """
     path = checkpoint.folder / name
     if not path.is_file():
         return None
@@ -116,7 +121,7 @@ def _content(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
-    """The `tokenizers` library's own account; empty for a tokenizer that has none."""
+    """The `tokenizers` library's own serialization; empty if the tokenizer has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
@@ -147,7 +152,7 @@ def _template(ours: Any, theirs: Any) -> str | None:
 
 
 def _token_ids(file: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """One id and a list of one are the same; their order in a list means nothing."""
+    """One id equals a list of one; the order in a list does not matter."""
     for name in TOKEN_IDS:
         left, right = _ids(ours.get(name)), _ids(theirs.get(name))
         if left != right:
@@ -190,7 +195,7 @@ def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _with_defaults(own: Mapping[str, Any], both: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What one side's settings amount to: what it leaves out is what transformers takes."""
+    """The effective settings of one side: transformers' defaults replace missing ones."""
     defaults = GenerationConfig()
     names = {name for side in both for name in side} - GENERATION_BOOKKEEPING
     return {name: own.get(name, getattr(defaults, name, None)) for name in names}

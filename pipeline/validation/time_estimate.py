@@ -1,6 +1,6 @@
-"""How long the gate's requests take at least, from a product that is timed here; no server is started.
+"""Estimates the least time of the gate's requests, from a product that is timed here; no server is started.
 
-While a run measures, `serving_check/gate/interleaving.py` tells from its first blocks what is to come.
+During a run, `serving_check/gate/interleaving.py` estimates the remaining time from its first blocks.
 """
 
 import time
@@ -23,7 +23,8 @@ TRIALS = 3
 def least_serving_seconds(
     numbers: int, workload: WorkloadSettings, sides: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Of the fewest blocks that may decide, for plain models of `numbers` weights on `sides` servers in turn.
+    """The least time of the fewest blocks that may decide, for plain models of `numbers` weights on `sides`
+    servers in turn.
 
     Linear layers alone: attention, sampling and the start of servers come on top. Experts count as if every
     token went to all of them.
@@ -44,7 +45,7 @@ def _repeat_seconds(
 
 @cache
 def _seconds_a_number(rows: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Of one product of `rows` rows, over the numbers of its weight; the quickest of a few."""
+    """The time per weight of one product of `rows` rows; the fastest of a few."""
     columns = SAMPLE_WIDTH
     weight = torch.zeros(SAMPLE_NUMBERS // columns, columns, device=device, dtype=dtype)
     x = torch.zeros(rows, columns, device=device, dtype=dtype)

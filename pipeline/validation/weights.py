@@ -1,7 +1,7 @@
 """Holding an artifact's stored weights against its baseline's, a block of rows at a time, without a model.
 
-Quantized modules by their relative error, everything else bit for bit. It reads through the conventions and
-`dequantize()`, so it knows no format; what the figures mean, `checks/weights.py` says.
+Compares quantized modules by their relative error, and everything else bit for bit. It reads through the
+conventions and `dequantize()`, so it knows no format; `checks/weights.py` judges the figures.
 """
 
 import math
@@ -36,7 +36,7 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """errors: by quantized module, its relative error, not finite where it holds a NaN"""
+    """errors: the relative error of each quantized module, not finite if it holds a NaN"""
 
     figures: WeightFigures
     errors: dict[str, float]
@@ -97,7 +97,7 @@ def compare_weights(
 def squared_errors(
     artifact: Checkpoint, baseline: Checkpoint, *, device: str = "cpu", progress: bool = True
 ) -> dict[str, tuple[float, float]]:
-    """By quantized module of `artifact`: the sums of squares of its error and of the baseline's weight.
+    """For each quantized module of `artifact`: the sums of squares of its error and of the baseline's weight.
 
     Modules that the baseline has not in that shape are left out.
     """
@@ -112,7 +112,7 @@ def squared_errors(
 
 @dataclass
 class _Comparison:
-    """Two checkpoints, and what of the baseline has been accounted for."""
+    """Two checkpoints, and the tensors of the baseline that have been compared."""
 
     artifact: Checkpoint
     baseline: Checkpoint
@@ -143,7 +143,7 @@ class _Comparison:
         return sum(math.prod(self.artifact.tensors[name].shape) for name in self.kept_names(stored))
 
     def module_error(self, weight: StoredWeight) -> float | None:
-        """Relative error of one quantized module, not finite where it holds a NaN; None without a source."""
+        """Relative error of one quantized module, not finite if it holds a NaN; None without a source."""
         squares = self.squares(weight)
         if squares is None:
             return None
@@ -304,7 +304,9 @@ def _kind_errors(
 
 
 def _log_distance(error: float, other: float) -> float:
-    """Between two relative errors; an exact weight is like another exact one, and far from all else."""
+    """The factor between two relative errors; an exact weight equals another exact one, and differs from all
+    others.
+    """
     if error == other:
         return 0.0
     return abs(math.log(error / other)) if error > 0 and other > 0 else math.inf

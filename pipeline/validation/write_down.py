@@ -1,6 +1,6 @@
 """Writes a verdict down: into the artifact and the report's folder, with its pages, plots and signature.
 
-The verdict comes first and is bound to its report afterwards; what only decorates it must not cost it.
+The verdict comes first and is bound to its report afterwards: a failing report must not cost the verdict.
 """
 
 import hashlib
@@ -29,7 +29,9 @@ class Place:
     """It names the verdict."""
 
     def write(self, verdict: Verdict) -> bool:
-        """Whether it could be; if not, nothing older is left: an earlier pass must not outlive a fail."""
+        """Whether it could be written; if not, older files are removed: an earlier pass must not outlive a
+        fail.
+        """
         with _or_a_note(f"{self.name}'s verdict", self._remove) as written:
             (self.folder / SIGNATURE_NAME).unlink(missing_ok=True)
             verdict.write(self.folder / VERDICT_NAME)
@@ -56,7 +58,7 @@ class Place:
 def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> Verdict:
     """The verdict at once, then again with the digests of its report, then the signature.
 
-    Returns it with those digests.
+    Returns the verdict with these digests.
     """
     places = [place for place in places if place.write(verdict)]
     pages: dict[str, bytes] = {}
@@ -79,8 +81,8 @@ def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> V
 
 @contextmanager
 def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
-    """Inside, a failure is said and cleaned up after, no more: a full disk or a plot must not cost a verdict
-    that took hours. Yields a list that holds `what` once all went well."""
+    """A failure inside is only reported and cleaned up: a full disk or a plot must not cost a verdict that
+    took hours. Yields a list that holds `what` if everything went well."""
     done: list[str] = []
     try:
         yield done

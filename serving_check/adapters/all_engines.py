@@ -1,4 +1,4 @@
-"""Every engine, registered; import `ENGINES` from here, and find the one that a word after `--engine` is."""
+"""Every engine, registered; import `ENGINES` from here. Finds the engine of a word after `--engine`."""
 
 from .embedded import EMBEDDED
 from .engine import ENGINES, Engine
@@ -15,7 +15,7 @@ __all__ = ["DEFAULT_ENGINE", "ENGINES", "engine_named", "find_engine"]
 
 
 def find_engine(word: str) -> Engine | None:
-    """The engine that `word` names or begins like; None if none does."""
+    """The engine whose name or prefix is `word`; None if there is none."""
     for name, engine in ENGINES.items():
         if word == name or word.startswith(engine.prefixes):
             return engine
@@ -23,5 +23,5 @@ def find_engine(word: str) -> Engine | None:
 
 
 def engine_named(word: str) -> Engine:
-    """As `find_engine`; UserError naming the engines there are where it is none of them."""
+    """Like `find_engine`, but raises UserError with the engines' names if there is none."""
     return find_engine(word) or ENGINES[word]

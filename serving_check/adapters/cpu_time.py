@@ -22,7 +22,7 @@ STOPPING_SECONDS, POLL_SECONDS = 1.0, 0.001
 
 @dataclass(frozen=True)
 class _Status:
-    """What `/proc/PID/stat` says of a process."""
+    """The figures in `/proc/PID/stat` of a process."""
 
     state: str
     parent: int
@@ -42,7 +42,7 @@ def server_processes(supervisor: int, log: Path) -> list[int]:
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:
-    """That they have used so far, with their children that have ended."""
+    """CPU time of the processes so far, with that of their children that have ended."""
     statuses = [_status(pid) for pid in processes]
     return sum(status.ticks for status in statuses if status is not None) / os.sysconf("SC_CLK_TCK")
 
@@ -62,15 +62,15 @@ def usable_by(processes: Sequence[int]) -> set[int]:
 
 
 def computing_threads(processes: Sequence[int]) -> int | None:
-    """How many threads of the busiest process compute: those that used half as much CPU time as the busiest
-    one, or more, since a product's threads share its work evenly. None if it is not known."""
+    """The number of computing threads in the busiest process: those with at least half the CPU time of the
+    busiest thread, since a product's threads share its work evenly. None if it is not known."""
     ticks = [_threads_ticks(pid) for pid in processes]
     busiest = max(ticks, key=sum, default=[])
     return sum(2 * used >= max(busiest) for used in busiest) or None
 
 
 def _threads_ticks(pid: int) -> list[int]:
-    """Of CPU time, of each thread."""
+    """CPU time of each thread."""
     with suppress(OSError):
         threads = [
             _status_in(PROC / str(pid) / "task" / name) for name in os.listdir(PROC / str(pid) / "task")
@@ -81,7 +81,9 @@ def _threads_ticks(pid: int) -> list[int]:
 
 @contextmanager
 def paused(processes: Sequence[int]) -> Iterator[None]:
-    """Inside, the processes are stopped. One that ends meanwhile is none of ours any more."""
+    """Inside, the processes are stopped. A process that ends meanwhile is skipped: its number may belong to
+    another process.
+    """
     try:
         _send(processes, signal.SIGSTOP)
         deadline = time.monotonic() + STOPPING_SECONDS
@@ -130,7 +132,7 @@ def _status(pid: int) -> _Status | None:
 
 
 def _status_in(folder: Path) -> _Status | None:
-    """Of a process or a thread."""
+    """The figures of a process or a thread."""
     try:
         text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
-"""Where an OpenAI-compatible server answers, and what it says about itself; plain data and two small reads.
+"""The address of an OpenAI-compatible server, and its own description; plain data and two small reads.
 
-Not for starting servers (`subprocess_endpoint.py`) nor for sending them a workload (`..workload`).
+Not for starting servers (`subprocess_endpoint.py`) nor for sending a workload (`..workload`).
 """
 
 import http.client
@@ -24,7 +24,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that is up: where it is and which model it serves."""
+    """A running server: its address and its model."""
 
     base_url: str
     """Without a trailing slash and without /v1: `http://127.0.0.1:8000`."""
@@ -56,7 +56,7 @@ class Endpoint:
             return {}
 
     def memory_bytes(self, samples: Mapping[str, float]) -> int | None:
-        """Resident bytes of the server's processes: as `samples` of its `/metrics` tell, else as this machine
+        """Resident bytes of the server's processes: from `samples` of its `/metrics`, else as this machine
         sees them; None if neither is known."""
         told = total(samples, self.series.memory)
         return self.resident_bytes() if told is None else int(told)
@@ -77,7 +77,7 @@ class Endpoint:
 
 
 class UrlEndpoint:
-    """An engine that somebody else started; `start` only looks, `stop` does nothing."""
+    """An engine that somebody else started; `start` only checks it, `stop` does nothing."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -133,7 +133,7 @@ def is_healthy(base_url: str) -> bool:
 
 
 def _takes(endpoint: Endpoint, extra: dict[str, object]) -> bool:
-    """Whether a completion of one token is not refused with these fields added."""
+    """Whether a completion of one token with these added fields is accepted."""
     body = {"model": endpoint.model, "prompt": [1], "max_tokens": 1, **extra}
     headers = {"Content-Type": "application/json", **endpoint.headers()}
     request = urllib.request.Request(

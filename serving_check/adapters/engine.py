@@ -1,4 +1,4 @@
-"""The engine seam: how a server is started on a checkpoint, what it can be asked, and what it tells.
+"""The engine seam: how a server is started on a checkpoint, its options, and its figures.
 
 One file in this folder for each engine; `all_engines.py` registers them. Data and functions, no server.
 """
@@ -17,7 +17,7 @@ from .series import Series
 
 @dataclass(frozen=True)
 class MemoryGrant:
-    """What a server may take of each of its GPUs."""
+    """The memory that a server may take on each of its GPUs."""
 
     share: float
     """Of the whole memory."""
@@ -27,7 +27,7 @@ class MemoryGrant:
 
 @dataclass(frozen=True)
 class ServerJob:
-    """One server that is wanted."""
+    """A server to be started."""
 
     engine: str
     """The engine as it was asked for: a name, or a URL."""
@@ -49,7 +49,7 @@ class Server(Protocol):
     """A server that may be started; as a context manager, started and stopped."""
 
     def start(self) -> Endpoint:
-        """Wait until it serves. UserError with its last words where it cannot."""
+        """Wait until it serves. UserError with its last words if it cannot."""
 
     def stop(self) -> None:
         """End it; safe to call twice."""
@@ -61,7 +61,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Availability:
-    """What `pipeline doctor` says of an engine on this machine."""
+    """The entry of an engine in `pipeline doctor`."""
 
     available: bool
     detail: str

@@ -1,4 +1,4 @@
-"""What engines have in common that others make: a command on PATH, a port, words for keys and values."""
+"""The shared part of engines that others make: a command on PATH, a port, words for keys and values."""
 
 import shutil
 import socket
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ExternalCommand:
-    """A serving command of somebody else's."""
+    """A serving command that somebody else makes."""
 
     command: str
     """On PATH; the package has the same name."""
@@ -47,7 +47,7 @@ class ExternalCommand:
         return None if name is None else ("--kv-cache-dtype", name)
 
     def required_kv_cache_words(self, kv_cache_dtype: str) -> tuple[str, ...]:
-        """The same; UserError if it has no such format."""
+        """Like `kv_cache_words`, but UserError if the engine does not support the format."""
         words = () if kv_cache_dtype == AUTO else self.kv_cache_words(kv_cache_dtype)
         if words is None:
             raise UserError(
@@ -64,7 +64,7 @@ class ExternalCommand:
         telemetry: Telemetry,
         environment: Mapping[str, str] | None = None,
     ) -> SubprocessEndpoint:
-        """On a free loopback port, not yet started; what the user adds comes last. UserError if the
+        """A server on a free loopback port, not yet started; the user's own words come last. UserError if the
         command is not there.
 
         model: the words that name the checkpoint; environment: variables it is given besides
@@ -89,6 +89,6 @@ class ExternalCommand:
 
 
 def free_port() -> int:
-    """One that was free a moment ago, for a command that cannot bind port 0 and say which it got."""
+    """A port that was free a moment ago, for a command that cannot bind port 0 and print its port."""
     with socket.create_server((LOOPBACK, 0)) as server:
         return int(server.getsockname()[1])

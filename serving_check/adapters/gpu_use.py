@@ -1,4 +1,4 @@
-"""How busy GPUs are, as NVIDIA's library tells; not which process keeps them busy."""
+"""How busy GPUs are, from NVIDIA's library; it does not tell which process keeps them busy."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 
 def gpu_use(gpus: Sequence[int]) -> float | None:
-    """The largest share of the driver's last sampling period in which one of them computed, 0 to 1.
+    """The largest share, 0 to 1, of the driver's last sampling period in which one of the GPUs computed.
 
     A period is a second at most. None without GPUs, or if `pynvml` is not installed.
     """

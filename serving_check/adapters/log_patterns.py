@@ -1,4 +1,4 @@
-"""Finds in an engine's log what patterns know: stages of a start, and why one failed."""
+"""Finds patterns in an engine's log: stages of a start, and the reason of a failure."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def last_stage(stages: Pairs, log: str) -> str | None:
-    """What is said of the last mark in the log, filled with what its pattern caught; None without one."""
+    """The text of the last mark in the log, filled with the matched words; None without a mark."""
     last, said = -1, None
     for pattern, words in stages:
         for match in re.finditer(pattern, log):
@@ -18,7 +18,7 @@ def last_stage(stages: Pairs, log: str) -> str | None:
 
 
 def first_failure(failures: Pairs, log: str) -> str | None:
-    """The cause as the log has it, and what to do, in one line; the pairs are tried in their order."""
+    """The cause in the log's words, and a remedy, in one line; the pairs are tried in order."""
     for pattern, remedy in failures:
         match = re.search(pattern, log)
         if match:

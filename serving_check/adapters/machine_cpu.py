@@ -1,6 +1,6 @@
 """The CPU time of this machine's cores: how much was used, and how much a hypervisor took.
 
-Read from Linux's `/proc/stat`; elsewhere nothing is known. Not for single processes: `cpu_time.py` has them.
+Read from Linux's `/proc/stat`; unknown on other systems. Not for single processes: `cpu_time.py`.
 """
 
 import os
@@ -27,7 +27,7 @@ class CoresTime:
 
 
 def cores_time(cores: Collection[int]) -> CoresTime | None:
-    """Of these cores, by number; None if it is not known."""
+    """The time of these cores, by number; None if it is not known."""
     try:
         lines = STAT.read_text(encoding="utf-8").splitlines()
     except OSError:

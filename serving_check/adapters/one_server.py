@@ -1,6 +1,6 @@
-"""Refuses one server behind both URLs: it would be compared with itself, whatever it serves.
+"""Refuses one server behind both URLs: it would be compared with itself.
 
-By address, and by its counters: requests sent to one side must not be counted by the other.
+By address, and by counters: requests to one side must not be counted by the other.
 """
 
 import socket

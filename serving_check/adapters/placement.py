@@ -1,7 +1,6 @@
-"""Where the servers of a validation run, and what else their commands are told.
+"""The placement of a validation's servers, and further words of their commands.
 
-What an engine serves with is `engine/options.py`. How much of a GPU each server may take is worked out by
-those who start them.
+`engine/options.py` has the options of serving. The caller that starts servers computes their shares of a GPU.
 """
 
 import itertools
@@ -33,7 +32,7 @@ def gpus_here() -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs and further words for the servers' commands. UserError if a value is none that it can have."""
+    """GPUs and further words for the servers' commands. UserError if a value is not allowed."""
 
     devices: tuple[int, ...] | None = option(
         None,
@@ -64,23 +63,23 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        """That one server runs on."""
+        """The number of GPUs of one server."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def on_a_cluster(self) -> bool:
-        """Whether the servers run on GPUs that Ray gives them, on whatever machines."""
+        """Whether Ray assigns the servers' GPUs, on one or more machines."""
         return any(self.value_of(BACKEND, side) == RAY for side in ("artifact", BASELINE))
 
     def value_of(self, option: str, side: str) -> str | None:
-        """Of an option in the words for that side's server, the last where it is given twice."""
+        """The value of an option in the words for that side's server; the last one if it is given twice."""
         words = self.words(side)
         given = [value for word, value in itertools.pairwise(words) if word == option]
         return given[-1] if given else None
 
     def words(self, side: str) -> list[str]:
-        """What the command of that side's server is told besides; an option and its value are two words, with
-        hyphens in its name."""
+        """The additional words in the command of that side's server; an option and its value are two words,
+        with hyphens in its name."""
         text, given = self.engine_args, "--engine-args"
         if side == BASELINE and self.baseline_engine_args is not None:
             text, given = self.baseline_engine_args, "--baseline-engine-args"
@@ -95,7 +94,7 @@ class Placement:
     def groups(self, sides: int, first: int = 0) -> list[tuple[int, ...]]:
         """The GPUs of each of `sides` servers: a group each, or one group for all.
 
-        first: the only GPU where none are named. UserError for a number of GPUs that is neither.
+        first: the only GPU if none are named UserError for a number of GPUs that is neither.
         """
         devices = self.devices or tuple(range(first, first + self.gpus))
         if len(devices) == self.gpus:
@@ -108,14 +107,14 @@ class Placement:
         )
 
     def for_servers(self, sides: int) -> "Placement":
-        """With no more GPUs than `sides` servers can use: the first of those that are named."""
+        """The placement with only as many GPUs as `sides` servers can use: the first of the named ones."""
         for wanted in (self.gpus * sides, self.gpus):
             if self.devices is not None and len(self.devices) >= wanted:
                 return replace(self, devices=self.devices[:wanted])
         return self
 
     def asked_for(self) -> dict[str, OptionValue]:
-        """What differs from the defaults, by name."""
+        """The options that differ from the defaults, by name."""
         return {
             field.name: value
             for field in fields(self)
@@ -124,7 +123,7 @@ class Placement:
 
 
 def _option_and_value(word: str) -> list[str]:
-    """`--a_b=c` as `--a-b`, `c`, which vLLM reads alike."""
+    """Splits `--a_b=c` into `--a-b`, `c`, which means the same to vLLM."""
     if not word.startswith("--"):
         return [word]
     name, *value = word.split("=", 1)

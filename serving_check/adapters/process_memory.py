@@ -7,7 +7,7 @@ import psutil
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Of one process; None if it has ended, or if this is not Linux."""
+    """Resident bytes of one process; None if it has ended, or if this is not Linux."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
     except (OSError, IndexError):
@@ -16,7 +16,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def resident_bytes_of_tree(pid: int) -> int | None:
-    """Of a process and of all its descendants; None if it has ended.
+    """Resident bytes of a process and all its descendants; None if it has ended.
 
     Pages that two of them share count twice: these figures are compared with each other, and not with the
     machine's memory.

@@ -1,7 +1,7 @@
-"""Reading Prometheus' text format. Not for what any server calls its series: that is `series.py`.
+"""Reading Prometheus' text format. Not for the names of a server's series: `series.py`.
 
-It is read many times a second beside the load that is measured: prometheus_client's parser takes 5 ms for
-what takes 0.03 ms here.
+It is read many times a second during the measured load: prometheus_client's parser takes 5 ms, this one 0.03
+ms.
 """
 
 import re
@@ -46,7 +46,7 @@ def labels_of(sample: str) -> dict[str, str]:
 
 
 def labelled(samples: Mapping[str, float], metric: str | None) -> list[tuple[dict[str, str], float]]:
-    """Every sample of `metric`, its labels beside its value."""
+    """Every sample of `metric` with its labels."""
     return [(labels_of(name), value) for name, value in samples.items() if name.partition("{")[0] == metric]
 
 

@@ -11,7 +11,7 @@ def ready_line(model: str, base_url: str) -> str:
 
 
 def find_base_url(log: Path) -> str | None:
-    """The URL in `log`'s ready line; None while there is none."""
+    """The URL in the ready line of `log`; None until there is one."""
     try:
         match = _READY.search(log.read_text(errors="replace"))
     except OSError:

@@ -1,4 +1,4 @@
-"""What servers call their figures: our names for them, and the Prometheus series of each engine.
+"""Our names for servers' figures, and the Prometheus series of each engine.
 
 Not for reading them (`prometheus_text.py`) nor for judging (`..checks`).
 """

@@ -62,7 +62,7 @@ TELEMETRY = Telemetry(SERIES, renewal_s=30.0, log=READER)
 def _server(job: ServerJob) -> SubprocessEndpoint:
     """`sglang serve` without the cache of prefixes, which would flatter repeats.
 
-    Its KV pool is named in tokens, so that it takes no more of the GPU than the load needs.
+    Its KV pool is given in tokens, so that it takes no more of the GPU than the load needs.
     """
     options, placement = job.options, job.placement
     words = ["--disable-radix-cache", "--enable-metrics"]

@@ -1,4 +1,4 @@
-"""Servers that start while something else is done, and are down again afterwards whatever happens.
+"""Starts servers while something else is done, and stops them in any case.
 
 How one server is started is its own affair (`Server.start`); here are only the threads that wait for it.
 """
@@ -16,9 +16,11 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[], list[Endpoint]]]:
-    """Start `servers` in the background; what is yielded waits until all serve and gives their endpoints.
+    """Start `servers` in the background; yields a function that waits until all serve and returns their
+    endpoints.
 
-    It raises what the first that failed raised. At the end all are stopped, those still starting, too.
+    That function raises the error of the first server that failed. At the end all servers are stopped, also
+    those that are still starting.
 
     together: start them all at once rather than one after the other
     """

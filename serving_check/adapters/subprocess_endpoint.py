@@ -1,6 +1,6 @@
 """An engine started as a process of our own: its log, its readiness, its end, and never an orphan.
 
-Not for any particular engine: each engine's file gives the command.
+Not for a particular engine: each engine's file gives the command.
 """
 
 import functools
@@ -38,7 +38,7 @@ CLICK_ERROR = "Error: "
 
 @dataclass(frozen=True)
 class LogReader:
-    """What an engine's log can tell; an engine that has none of it leaves it out."""
+    """The facts that an engine's log can tell; an engine leaves out the ones it lacks."""
 
     stage: Callable[[str], str | None] = lambda log: None
     """How far a start has come."""
@@ -67,7 +67,7 @@ class SubprocessEndpoint:
     """A server under a supervisor process that ends it when we say so, and when we die.
 
     `base_url` None means that the command binds a port of its own choosing and prints it in its ready line,
-    which is the only way without a race; give it for engines that cannot.
+    which is the only way without a race; a URL is for engines that cannot do so.
     """
 
     stop_timeout = 30.0
@@ -136,7 +136,7 @@ class SubprocessEndpoint:
 
     @property
     def keeps_address(self) -> bool:
-        """Whether its endpoint stays good when it is started again: its command can be told the port."""
+        """Whether its endpoint is still valid after a restart: its command can be given the port."""
         return self.base_url is not None or PORT_OPTION in self.command
 
     def restart(self) -> None:
@@ -166,7 +166,7 @@ class SubprocessEndpoint:
         return self._process is not None and self._process.poll() is None
 
     def resident_bytes(self) -> int | None:
-        """Of all its processes; None while it is not running. It stays good over a restart."""
+        """Resident bytes of all its processes; None while it is not running. It stays good over a restart."""
         return None if self._process is None else resident_bytes_of_tree(self._process.pid)
 
     def processes(self) -> list[int]:
@@ -174,9 +174,10 @@ class SubprocessEndpoint:
         return [] if self._process is None else server_processes(self._process.pid, self.log)
 
     def why_gone(self) -> str | None:
-        """What ended it, where that was the machine or a lack of memory rather than what it serves.
+        """The reason why it ended, if that was the machine or a lack of memory rather than a request.
 
-        None while it serves, and where nothing tells. One that no longer serves is given time to end.
+        None while it serves, and if there is no evidence. A server that no longer serves gets some time to
+        end.
         """
         if self._process is None or (self.is_running() and self._serves()):
             return None
@@ -195,7 +196,7 @@ class SubprocessEndpoint:
         return base_url is not None and is_healthy(base_url)
 
     def log_tail(self) -> str:
-        """The last lines the engine wrote, for an error message; its own error alone where it gave one."""
+        """The last lines of the engine's log, for an error message; only its own error if it gave one."""
         lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
         errors = [index for index, line in enumerate(lines) if line.startswith(CLICK_ERROR)]
         if errors:
@@ -215,7 +216,7 @@ class SubprocessEndpoint:
         return f". Its last words (all in {self.log}):\n{self.log_tail()}"
 
     def _last_line(self) -> str:
-        """What it said last, of one that neither serves nor ends."""
+        """The last lines of a server that neither serves nor ends."""
         said = [line.strip() for line in self._log_text().splitlines() if line.strip()]
         return f"it last said {said[-1][-LAST_LINE_CHARS:]!r}" if said else "it has said nothing"
 

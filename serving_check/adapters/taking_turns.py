@@ -27,7 +27,7 @@ class TakingTurns:
         return self._endpoints[side]
 
     def endpoint(self, side: str) -> Endpoint:
-        """Of a server that has been up."""
+        """The endpoint of a server that has been up."""
         return self._endpoints[side]
 
     def stop(self) -> None:

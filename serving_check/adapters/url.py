@@ -1,4 +1,4 @@
-"""A server that somebody else started, as an engine to validate on: its URL stands in the engine's place."""
+"""An engine that is only a URL: somebody else started the server."""
 
 from .endpoint import UrlEndpoint
 from .engine import Availability, Engine

@@ -1,4 +1,4 @@
-"""vLLM as an engine to validate on: `vllm serve`, for those who validate on the engine they deploy."""
+"""vLLM as an engine to validate on: `vllm serve`, for users who deploy vLLM."""
 
 from dataclasses import replace
 

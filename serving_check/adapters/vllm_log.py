@@ -1,6 +1,6 @@
-"""What vLLM's log says: how far a start has come, why one failed, and what was compiled while it served.
+"""Reads vLLM's log: the progress of a start, the reason of a failure, and compilations while it served.
 
-Written for vLLM 0.26; lines that it does not know say nothing.
+Written for vLLM 0.26; unknown lines are ignored.
 """
 
 import functools
@@ -101,7 +101,7 @@ ending_of = functools.partial(first_failure, ENDINGS)
 
 
 def compilations_in(path: Path) -> Mapping[str, float]:
-    """The kernels that the log at `path` tells of, compiled after warm-up, as series with labels.
+    """The kernels compiled after warm-up according to the log at `path`, as series with labels.
 
     vLLM names each kernel once, however often it compiles it. Empty if its monitor is not on.
     """

@@ -3,7 +3,7 @@ operations one by one takes ten times as long as running them.
 
 A recording has fixed lengths: each layer attends to the whole buffer of its keys, and a mask excludes the
 places that are not yet written. Not for mixtures of experts, whose router makes the host wait, nor for layers
-with a sliding window; their operations are launched one by one (`self_calibration.py`).
+with a sliding window or a recurrent state; their operations are launched one by one (`self_calibration.py`).
 """
 
 from typing import Any, cast

@@ -92,7 +92,7 @@ def test_every_command_line_takes_every_option_and_says_what_it_may_be(command: 
     text = " ".join(CliRunner().invoke(COMMANDS[command], ["--help"], **wide).output.split())
     for one in OPTIONS:
         assert f" {flag(one.name)} " in text
-        assert one.metadata["help"].partition("; default")[0].rstrip(".") in text
+        assert one.metadata["help"].partition("; by default")[0].rstrip(".") in text
         if one.metadata["choices"] is not None:
             assert f"[{'|'.join(one.metadata['choices']())}]" in text
 

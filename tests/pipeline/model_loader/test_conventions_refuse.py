@@ -46,8 +46,8 @@ def activations_int8(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c.update(quant_method="gptq", bits=3), "gptq with 3 bits"),
-        (lambda c: c.update(quant_method="awq", bits=8), "awq with 8 bits"),
+        (lambda c: c.update(quant_method="gptq", bits=3), "gptq with 2 or 4 or 8 bits, not 3"),
+        (lambda c: c.update(quant_method="awq", bits=8), "awq with 4 bits, not 8"),
         (lambda c: c.update(quant_method="quanto"), "quant_method 'quanto'"),
         (lambda c: weights(c).update(num_bits=3), "3-bit int weights"),
         (lambda c: weights(c).update(type="float"), "4-bit float weights"),
@@ -118,7 +118,7 @@ def replace(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
             f"{PROJECTION}.weight_scale has dtype int32",
         ),
         (replace(f"{PROJECTION}.weight_packed", lambda w: w[:64]), f"{PROJECTION}.weight_scale has shape"),
-        (replace(f"{PROJECTION}.weight_shape", lambda s: s * 2), f"{PROJECTION}.weight_shape says"),
+        (replace(f"{PROJECTION}.weight_shape", lambda s: s * 2), f"{PROJECTION}.weight_shape is"),
         (
             lambda t: t.update({f"{PROJECTION}.weight_zero_point": torch.zeros(16, 1, dtype=torch.int32)}),
             f"the config says {PROJECTION} is symmetric",
