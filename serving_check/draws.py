@@ -1,4 +1,5 @@
-"""Sampled tokens beside the distributions that they should be drawn from: figures of a goodness of fit.
+"""Compares sampled tokens with the distributions that they should be drawn from: figures of a goodness of
+fit.
 
 Whether they fit, `checks/in_use/sampling.py` decides.
 """
@@ -17,7 +18,8 @@ tensors."""
 
 
 def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: str) -> Draws:
-    """`tokens` beside the distributions softmax(logits / temperature), logits [tokens, V] of any dtype.
+    """Compares `tokens` with the distributions softmax(logits / temperature), logits [tokens, V] of any
+    dtype.
 
     The probability integral transform of a token is the probability of all tokens before it, the most likely
     first, plus a random share of its own: uniform from 0 to 1 if it was drawn from the distribution
@@ -58,7 +60,9 @@ def _figures(logits: Tensor, tokens: Tensor, shares: Tensor, temperature: float)
 
 
 def _random_shares(name: str, count: int) -> Tensor:
-    """fp64 [count], uniform from 0 to 1. From a hash: a server may draw by the numbers that follow a seed."""
+    """fp64 [count], uniform from 0 to 1. They come from a hash: a server's own draws may use the numbers that
+    follow a seed.
+    """
     digest = hashlib.sha256(name.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.rand(count, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The Ms that are drawn between those given, so that no server can be fast at the given ones alone.
+"""Draws Ms between the given ones, so that no server can be fast at the given ones alone.
 
 Kernels and CUDA graphs are chosen in buckets of M that end at powers of two, if not closer. A power of two
 fills its bucket exactly, so a kernel that is slow for all other Ms would show at none of them.
@@ -15,15 +15,15 @@ is then left out."""
 
 
 def draw_between(ms: Sequence[int], seed: int) -> tuple[int, ...]:
-    """At least one M in every gap between neighbours of `ms`, ascending, that has a whole number in it; as
-    many as `STEP` needs. The same for the same seed, on any machine.
+    """At least one M in every gap between neighbours of `ms`, ascending, that contains a whole number; as
+    many as `STEP` needs. The same seed gives the same Ms, on any machine.
     """
     generator = random.Random(f"Ms between {seed}")
     return tuple(m for low, high in pairwise(sorted(ms)) for m in _in_gap(low, high, generator))
 
 
 def _in_gap(low: int, high: int, generator: random.Random) -> list[int]:
-    """One for each factor of `STEP` from `low` to `high`, and at least one: one fewer might be enough, but
+    """One M for each factor of `STEP` from `low` to `high`, and at least one: one fewer might be enough, but
     would leave only the powers of two to draw between 1 and 8."""
     count = min(max(1, math.floor(math.log(high / low, STEP) + 1e-9)), high - low - 1)
     drawn = [low]

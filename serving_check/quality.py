@@ -1,6 +1,7 @@
 """Measures how far a model's next-token distributions are from a baseline's on held-out text.
 
-In process on two modules, exact over the whole vocabulary; what is good enough, `checks/quality.py` decides.
+Computed in process on two modules, exact over the whole vocabulary; `checks/quality.py` decides what is good
+enough.
 """
 
 import itertools
@@ -37,7 +38,7 @@ class Document:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The text of each document in the file, as `read_documents` finds them."""
+    """The text of each document in the file, from `read_documents`."""
     return [document.text for document in read_documents(path)]
 
 
@@ -71,8 +72,8 @@ def token_windows(
 ) -> list[Tensor]:
     """Cut each document into consecutive windows int64 [<= length] that do not overlap.
 
-    No window spans two documents and none has fewer than two tokens. A window's first token is not predicted;
-    stops where as many are as `max_predictions`, if given.
+    No window spans two documents, and every window has at least two tokens. A window's first token is not
+    predicted; it stops at `max_predictions`, if given.
     """
     windows: list[Tensor] = []
     predictions = 0
@@ -119,7 +120,7 @@ def compare_domains(
     second_half: bool = False,
     batch: int = 1,
 ) -> tuple[Comparison, dict[str, Comparison]]:
-    """As `compare`, of all windows and of each domain's alone.
+    """Like `compare`, over all windows and over each domain's alone.
 
     domains: of each window
     """
@@ -166,14 +167,14 @@ def token_figures(
 
 
 def comparison_of(runs: Iterable[Tensor]) -> Comparison:
-    """What `token_figures` found, over all of it."""
+    """The figures of all tokens, summarized."""
     runs = list(runs)
     _require_tokens(sum(len(run) for run in runs))
     return _comparison(runs)
 
 
 def _groups(windows: Sequence[Tensor], batch: int) -> Iterator[Tensor]:
-    """Windows that follow one another and are of one length, int64 [<= batch, T]."""
+    """Consecutive windows of one length, int64 [<= batch, T]."""
     for _, alike in itertools.groupby(windows, len):
         yield from torch.stack(list(alike)).split(batch)
 
@@ -240,22 +241,22 @@ def nats(model: nn.Module, window: Tensor) -> float:
 
 
 def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
-    """By how much the logit of each token of `continuation` lies below the best one there, in nats."""
+    """How far the logit of each token of `continuation` is below the best one there, in nats."""
     return below_best(continuation_logits(model, prompt, continuation), continuation)
 
 
 def continuation_logits(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> Tensor:
-    """fp32 [tokens, V]: what predicts each token of `continuation`."""
+    """fp32 [tokens, V]: the logits that predict each token of `continuation`."""
     window = torch.tensor([[*prompt, *continuation]], dtype=torch.int64)
     [logits] = _next_token_logits(model, window, len(prompt))
     return logits.float()
 
 
 def below_best(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """By how many nats the logit of each token lies below the best one of its row, logits fp32 [tokens, V].
+    """How far the logit of each token is below the best one of its row, in nats, logits fp32 [tokens, V].
 
-    A gap of no more than two roundings of the best logit to bfloat16 is 0: those are ties, which another
-    order of summation decides otherwise.
+    A gap of at most two roundings of the best logit to bfloat16 counts as 0: such logits are tied, and
+    another order of summation may choose the other one.
     """
     best = logits.amax(-1)
     gaps = best + _nll(logits, torch.tensor(tokens))
@@ -282,7 +283,9 @@ def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Ten
 
 
 def _next_token_logits(model: nn.Module, windows: Tensor, first: int) -> Tensor:
-    """[B, T - first, V]: what predicts the tokens of windows, int64 [B, T], from the one at `first` on."""
+    """[B, T - first, V]: the logits that predict the tokens of windows, int64 [B, T], from token `first`
+    on.
+    """
     ids, scored = windows.to(next(iter(model.parameters())).device), windows.shape[1] - first
     options = {} if first == 1 else {"logits_to_keep": scored + 1}
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What a gate run is asked for: the requests to send to the servers and the bounds to hold the artifact to.
+"""The settings of a gate run: the requests to send to the servers and the bounds for the artifact.
 
 An option of the workload is a field here and nowhere else: the command lines, the Python signatures, the
 verdict's record and the card's command are made from it. A recipe may tighten (or, openly, loosen) any bound;
@@ -40,7 +40,9 @@ def default_ms(input_len: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WorkloadSettings:
-    """The requests that are sent, the same to both sides. Changing any of it changes what a verdict says."""
+    """The requests that are sent, the same to both sides. Changing any of them changes the meaning of a
+    verdict.
+    """
 
     __pydantic_config__ = DOCUMENTED
 
@@ -98,7 +100,7 @@ class WorkloadSettings:
         return tuple(sorted({*self.ms, *self.ms_between}))
 
     def at(self, m: int) -> "WorkloadSettings":
-        """With the requests that are sent at `m`: shorter ones if it was drawn."""
+        """The settings with the requests sent at `m`: shorter ones if it was drawn."""
         if m in self.ms:
             return self
         output_len = max(self.output_len // SHORTER, min(self.output_len, LEAST_SHORT))
@@ -108,7 +110,8 @@ class WorkloadSettings:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the artifact must reach. The defaults suit a 4-bit checkpoint, and belong to the release policy.
+    """The bounds that the artifact must reach. The defaults suit a 4-bit checkpoint, and belong to the
+    release policy.
 
     A bound whose name begins with `max_` is easier to meet when it is higher, any other when it is lower.
     """
@@ -169,7 +172,7 @@ class Bounds:
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> "Bounds":
-        """The defaults, with those that the recipe sets under the same names."""
+        """The defaults, with the recipe's values under the same names."""
         names = {field.name for field in fields(cls)}
         changes = {name: value for name, value in recipe.items() if name in names and value is not None}
         return replace(cls(), **{name: checked_bound(name, value) for name, value in changes.items()})

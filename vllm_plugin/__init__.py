@@ -1,4 +1,4 @@
-"""Scalegate's kernels inside vLLM: a plugin that vLLM finds by itself, in the wheel `scalegate-kernels`.
+"""Scalegate's kernels inside vLLM: a plugin in the wheel `scalegate-kernels`, which vLLM finds by itself.
 
     register.py     the entry point: whether the plugin serves at all
     speed.py        which layers it serves: those for which measurements say that it is faster
@@ -12,5 +12,5 @@
     cache_key.py    what vLLM's compile cache must depend on
     interface.py    all that is vLLM's
 
-Not imported by any other room: vLLM and `packaging/kernels/` import this one.
+Not imported by any other folder: vLLM and `packaging/kernels/` import this one.
 """

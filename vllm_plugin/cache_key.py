@@ -1,7 +1,8 @@
-"""What vLLM's compile cache must depend on: which version of the kernels serves, and what they serve.
+"""The facts that vLLM's compile cache must depend on: the version of the kernels, and the layers that they
+serve.
 
-A graph that was compiled with them calls our op on our bytes. Without them, with another version, or where
-other layers are ours, it would read other bytes than it was made for.
+A graph that was compiled with them calls our op on our bytes. Without the plugin, with another version, or
+with other layers, a cached graph would read wrong bytes.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ SERVED: set[str] = set()
 
 @cache
 def digest() -> str:
-    """Of every file of the wheel: changes with each change of the code and of the measurements."""
+    """The digest of every file of the wheel: it changes with each change of the code and of the
+    measurements.
+    """
     found = hashlib.sha256()
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*")):

@@ -30,9 +30,10 @@ class Choice:
 
 
 def choose(problem: Problem, rows: Rows) -> Choice:
-    """The layout for a layer, if it serves the problem, and faster than vLLM's own kernel on this GPU.
+    """The layout for a layer, if it serves the problem and is faster than vLLM's own kernel on this GPU.
 
-    If batch invariance is asked for, speed does not count: vLLM's own kernels for these formats break it.
+    If batch invariance is requested, speed does not count: vLLM's own kernels for these formats are not
+    batch-invariant.
     """
     invariant = problem.batch_invariance != "tuned"
     layout = (INVARIANT if invariant else TUNED)[type(problem.spec)]

@@ -16,7 +16,7 @@ N_FIRST = {"input_dim": 1, "output_dim": 0}
 
 
 def spec_of(config: MPLinearLayerConfig) -> Int4 | Int8 | str:
-    """The layer's format, or why it has none of ours."""
+    """The layer's format, or the reason why the plugin has none for it."""
     n = config.partition_weight_shape[1]
     whole_row = config.group_size in (WHOLE_ROW, config.full_weight_shape[0])
     if config.has_g_idx:

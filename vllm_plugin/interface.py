@@ -1,7 +1,7 @@
-"""All of vLLM that the plugin uses. No other file asks which vLLM there is.
+"""Every part of vLLM that the plugin uses. No other file asks which vLLM there is.
 
-Importing this file imports vLLM; where something is missing, ImportError or AttributeError names it, and the
-plugin steps aside.
+Importing this file imports vLLM; if a part is missing, ImportError or AttributeError names it, and the plugin
+does nothing.
 """
 
 import sys
@@ -32,8 +32,8 @@ def offer(
 ) -> None:
     """Offer our kernels before vLLM's own, and make the key of its compile cache depend on `value`.
 
-    `register_linear_kernel` would append them. NVFP4's, which is a Marlin kernel too, goes where vLLM would
-    choose Marlin by itself: for weight-only layers it does so by name and not from the table.
+    `register_linear_kernel` would append them. NVFP4's kernel, which is a Marlin kernel too, is installed
+    where vLLM would choose Marlin: for weight-only layers vLLM chooses it by name and not from the table.
     """
     mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CUDA]
     fp4 = linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]

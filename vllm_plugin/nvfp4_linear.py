@@ -1,4 +1,4 @@
-"""Layers of NVFP4 weights in vLLM whose inputs stay in 16 bits: those that vLLM gives to Marlin on Hopper."""
+"""Layers of NVFP4 weights in vLLM whose inputs stay in 16 bits: vLLM gives them to Marlin on Hopper."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from .stored import nvfp4_weight
 
 
 class ScalegateNvFp4LinearKernel(MarlinNvFp4LinearKernel):
-    """Ours for the layers where we are faster, Marlin for the others.
+    """Our kernel for the layers that it makes faster, Marlin for the others.
 
-    vLLM tells a kernel a layer's shape only when its weights are loaded, and then takes no refusal.
+    vLLM tells a kernel a layer's shape only when its weights are loaded, when a kernel can no longer refuse.
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:

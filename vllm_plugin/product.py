@@ -23,7 +23,7 @@ _LIBRARY = library.Library(NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True)
 class Kind:
-    """A packed weight without its tensors: what a text says of it."""
+    """A packed weight without its tensors, as text can describe it."""
 
     layout: HopperLayout
     template: PackedWeight
@@ -36,7 +36,7 @@ class Kind:
 
 
 def text_of(packed: PackedWeight) -> str:
-    """All but the tensors, as text; `kind_of` reads it."""
+    """Everything but the tensors, as text; `kind_of` reads it."""
     fields = {
         "layout": packed.layout,
         "spec": spec_to_json(packed.spec),

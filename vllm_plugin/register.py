@@ -1,6 +1,6 @@
 """The entry point: vLLM calls `register` once in each of its processes, before it loads a model.
 
-Whatever goes wrong here is one line in the log, and vLLM serves as without the plugin.
+Every error here becomes one line in the log, and vLLM then serves as without the plugin.
 """
 
 import logging

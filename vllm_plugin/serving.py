@@ -1,4 +1,4 @@
-"""What the kernels of all formats do with a layer: choose, say so in vLLM's log, pack, warm up."""
+"""The shared work of the kernels of all formats for a layer: choose, say so in vLLM's log, pack, warm up."""
 
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ from .warm_up import warm_up
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
-    """Decided once for all layers alike, and told once."""
+    """Decided once for all layers of one shape, and logged once."""
     mode: BatchInvariance = "pin" if envs.VLLM_BATCH_INVARIANT else "tuned"
     return _told(Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), None, mode))
 
@@ -44,7 +44,7 @@ def log_refusal(layer: str, reason: str) -> str:
 
 
 def serve(layer: nn.Module, weight: Weight, dtype: torch.dtype) -> None:
-    """Pack the weight of a layer that was chosen, and have compiled all that it will need."""
+    """Pack the weight of a chosen layer, and compile everything that it will need."""
     n, k = weight.shape
     choice = choice_for(weight.spec, n, k, dtype)
     if choice.layout is None:

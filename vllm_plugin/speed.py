@@ -1,4 +1,4 @@
-"""Which layers are faster with our kernels than with vLLM's own: what was measured, and what follows from it.
+"""Decides which layers are faster with our kernels than with vLLM's own, from measurements.
 
 `measured.json` is made by `tests/bench/vllm_plugin/linear.py` on a GPU. A layer has one kernel for every M,
 since a second one would need the weight a second time. So one decision is made for a layer, from all M.
@@ -29,7 +29,7 @@ ShapeClass = tuple[int, int]
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a measurement holds for: GPUs of one architecture with as many SMs."""
+    """The GPUs that a measurement is valid for: one architecture, and one number of SMs."""
 
     capability: tuple[int, int]
     sms: int
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def ratios(self) -> dict[int, float]:
-        """By M, how many times as fast ours is."""
+        """By M, the speed of our kernel divided by that of vLLM's."""
         return {m: theirs / ours for m, ours, theirs in zip(self.m, self.ours_us, self.vllm_us, strict=True)}
 
 
@@ -64,7 +64,7 @@ Rows = dict[tuple[Gpu, str, str, ShapeClass], list[Row]]
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a layer is ours, and why, in a few words."""
+    """Whether the plugin serves a layer, and the reason in a few words."""
 
     ours: bool
     reason: str
@@ -77,7 +77,7 @@ def shape_class(n: int, k: int) -> ShapeClass:
 
 @lru_cache
 def measured(path: Path = MEASURED) -> Rows:
-    """What the file has, by GPU, format, dtype and class of shapes."""
+    """The measurements in the file, by GPU, format, dtype and class of shapes."""
     found: Rows = {}
     for measurement in json.loads(path.read_text(encoding="utf-8"))["measurements"]:
         gpu = Gpu(tuple(measurement["capability"]), measurement["sms"])
@@ -89,9 +89,9 @@ def measured(path: Path = MEASURED) -> Rows:
 
 
 def decide(gpu: Gpu, weight_format: str, dtype: torch.dtype, n: int, k: int, rows: Rows) -> Decision:
-    """By what was measured of the shape itself, or else by the slowest shape of its class.
+    """Decided by the measurement of this shape, or else by the slowest shape of its class.
 
-    What was not measured is left to vLLM.
+    Layers without a measurement are left to vLLM.
     """
     kind = weight_format, str(dtype).removeprefix("torch.")
     if not any(known == gpu for known, *_ in rows):

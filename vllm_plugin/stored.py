@@ -1,6 +1,6 @@
 """The tensors of vLLM's quantized layers to weights of ours.
 
-N comes before K: whoever calls has transposed what a checkpoint stores as [K, N].
+N comes before K: the caller has transposed weights that a checkpoint stores as [K, N].
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Compiles, before vLLM serves, every form of the kernel that a layer's products may take at any M.
+"""Compiles, before vLLM serves, every form of the kernel that a layer's products may use at any M.
 
 vLLM captures graphs of some sizes only, and a prompt's M may be anything in between.
 """
@@ -24,7 +24,7 @@ def rows_looked_at(most: int) -> tuple[int, ...]:
 
 @lru_cache
 def rows_to_compile(n: int, columns: int, most: int, batch_invariant: bool) -> tuple[int, ...]:
-    """For each form of the kernel, the smallest number of rows up to `most` that takes it."""
+    """For each form of the kernel, the smallest number of rows up to `most` that uses it."""
     first: dict[object, int] = {}
     for m in rows_looked_at(most):
         if batch_invariant:
@@ -37,7 +37,7 @@ def rows_to_compile(n: int, columns: int, most: int, batch_invariant: bool) -> t
 
 
 def warm_up(layout: HopperLayout, packed: PackedWeight, most: int) -> None:
-    """Multiply zeros by `packed`, once for each form that up to `most` rows take."""
+    """Multiply zeros by `packed`, once for each form that numbers of rows up to `most` use."""
     n, k = packed.shape
     operand = layout.packing.operand(packed)
     for m in rows_to_compile(n, operand.columns, most, layout.batch_invariant):

@@ -79,8 +79,8 @@ def options_from(
 ) -> Callable[[F], F]:
     """A decorator for a command: an option for every field that is one; if it is not given, it is None.
 
-    sized: those whose default is worked out from the workload
-    only:  the names of those that the command takes; left out, all
+    sized: options whose default is computed from the workload
+    only:  the names of the options that the command has; None for all
     """
     chosen = [
         (cls, field) for cls in classes for field in options_of(cls) if only is None or name_of(field) in only

@@ -48,7 +48,7 @@ class LLM:
     ):
         """Load `model`, a folder or a Hub id of any convention we read.
 
-        revision: branch, tag or commit, where `model` is a Hub id
+        revision: branch, tag or commit, if `model` is a Hub id
         progress: bars for loading and generating; None shows them on a terminal only
         options:  the fields of EngineOptions (`serving_check/engine/options.py`)
         """

@@ -93,7 +93,7 @@ def quantize(
 
     options: listed below. A text is read for `method: gptq`, for formats that round inputs or weigh them, and
              for the scales of keys and values. With a budget, layers that a rule of the recipe names keep the
-             rule's format.
+             rule's format..
     """
     ranks = join_ranks()
     with ranks.together():

@@ -20,7 +20,7 @@ from .release_request import ReleaseRequest
 
 
 def standing_pass(folder: Path, rival: str | None, request: ReleaseRequest) -> tuple[Verdict | None, str]:
-    """A passing verdict that answers what is asked now, or why there is none."""
+    """A passing verdict that satisfies this request, or the reason why there is none."""
     examination = examine(folder, Artifact.read(folder))
     verdict = examination.verdict
     if verdict is None:

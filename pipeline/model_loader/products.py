@@ -152,7 +152,9 @@ def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
 
 
 def _dense_kind(checkpoint: Checkpoint, stored: StoredWeight, linear: nn.Module) -> object:
-    """The same of linear layers. One whose input is rounded with scales of its own stays by itself."""
+    """The properties that merged linear layers must share. One whose input is rounded with scales of its own
+    stays by itself.
+    """
     alone = stored.module if stored.read_input is not None and stored.read_input().tensors() else None
     return _kind(checkpoint, stored), getattr(linear, "bias", None) is None, alone
 

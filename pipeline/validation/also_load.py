@@ -147,7 +147,7 @@ def _divergence(difference: float) -> float:
 def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) -> ReadElsewhere:
     """KL of transformers' predictions from ours, in nats per token.
 
-    ours:   the artifact as our loader has it, on the device that transformers is to use
+    ours:   the artifact in our loader, on the device that transformers should use too
     window: int64 [T], of which the first `TOKENS` are read
     """
     tokens = window[:TOKENS][None].to(next(ours.parameters()).device)

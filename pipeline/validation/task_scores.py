@@ -46,7 +46,7 @@ def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, conc
     """lm-eval's results on one server. UserError with the end of its log if it fails.
 
     tokenizer: the checkpoint's folder
-    context:   tokens that the server takes, output included
+    context:   the longest request of the server in tokens, output included
     """
     arguments = {
         "model": endpoint.model,

@@ -53,7 +53,7 @@ def compare_weights(
 ) -> WeightComparison | None:
     """Every stored tensor of `artifact` against `baseline`; None if the baseline is itself quantized.
 
-    has_kv_format: keys and values are stored quantized, so the weights need not be
+    has_kv_format: keys and values are stored quantized, so the weights need not be quantized
     device:        where errors are computed
     """
     if any(weight.is_quantized for weight in stored_weights(baseline).values()):

@@ -1,1 +1,3 @@
-"""The checks of the gate, each a file: what it measured, against which bound, and why it came out so."""
+"""The checks of the gate, each in its own file: the measured value, the bound, and the reason for the
+result.
+"""

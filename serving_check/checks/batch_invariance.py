@@ -1,4 +1,4 @@
-"""Whether answers are the same bits alone and under load, where a server claims to be batch-invariant."""
+"""Whether answers have the same bits alone and under load, if a server claims batch invariance."""
 
 from ..evidence.company import COMPANIES, CompanyFigures
 from ..evidence.verdict import CheckResult

@@ -1,6 +1,6 @@
 """Whether the served artifact still writes text: greedy, over HTTP, in a batch, compared with the baseline's.
 
-It catches what in-process figures cannot: a kernel that is wrong only when served, or only in a batch.
+It catches faults that in-process figures cannot: a kernel that is wrong only when served, or only in a batch.
 """
 
 import math
@@ -26,7 +26,7 @@ Scorer = Callable[[Tokens, Tokens], float]
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a server wrote after one prompt."""
+    """A server's continuation of one prompt."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -42,7 +42,7 @@ def continuations(
 ) -> list[Continuation]:
     """Greedy continuations of all `prompts` at once, so that they decode as one batch.
 
-    An empty text stands for a request that failed.
+    An empty text means a failed request.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
         texts = list(pool.map(lambda prompt: _complete(endpoint, prompt, length, timeout), prompts))
@@ -53,7 +53,9 @@ def continuations(
 
 
 def scored(texts: Sequence[Continuation], score: Scorer) -> tuple[ScoredText, ...]:
-    """Each with its likelihood under the baseline, and without its prompt, which is not ours to publish."""
+    """Each text with its likelihood under the baseline, but without its prompt, which may not be
+    published.
+    """
     return tuple(
         ScoredText(
             continuation.tokens,

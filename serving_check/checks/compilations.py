@@ -20,7 +20,7 @@ Compilations = Mapping[str, int]
 
 
 def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> Compilations | None:
-    """What was compiled since warm-up, according to `/metrics`; None if the server does not count."""
+    """The kernels compiled since warm-up, according to `/metrics`; None if the server does not count."""
     counted = labelled(samples, series.compilations)
     if not counted:
         return None
@@ -32,7 +32,7 @@ def check_compilations(before: Compilations | None, after: Compilations | None) 
 
     A compiled kernel that is read from disk counts as well: on the next machine it is a compilation.
 
-    before, after: what the server had compiled by then
+    before, after: the server's compilations by then
     """
     bound = "none"
     if before is None or after is None:

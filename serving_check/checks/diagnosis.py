@@ -68,7 +68,7 @@ def kv_sentence(timed: KVMeasurement | None) -> str:
 
 
 def _writing(timed: KVMeasurement) -> str:
-    """A sentence that says so if most of the time is lost on writing full pages; else empty."""
+    """A sentence that says so if most of the time is lost on writing full pages; otherwise empty."""
     plain, full = timed.plain_microseconds, timed.full_page_microseconds
     if not plain or not full or timed.writing_share < MOST or full < SLOW_WRITE * plain:
         return ""

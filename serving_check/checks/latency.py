@@ -137,7 +137,7 @@ def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -
 
 
 def _typical_ratio(level: MeasuredM) -> float | None:
-    """Of the median request's TPOT, artifact over baseline."""
+    """The TPOT of the median request, artifact over baseline."""
     logs = level.log_ratios(lambda repeat: percentile(list(repeat.tpots), 50))
     return math.exp(sum(logs) / len(logs)) if logs else None
 

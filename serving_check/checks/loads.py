@@ -27,12 +27,14 @@ def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIE
 
 
 def packed_on(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> str | None:
-    """The model of the device that a server packed its layers for, where it says."""
+    """The model of device that a server packed its layers for, if it says so."""
     return next((labels.get("device") or None for labels, _ in labelled(samples, series.packed_layers)), None)
 
 
 def weights_in(packed: Mapping[str, int]) -> int:
-    """All weights of packed layers: however they are merged and wherever they are packed, the same number."""
+    """The number of weights in packed layers: it does not depend on how layers are merged or where they are
+    packed.
+    """
     return sum(
         count * math.prod(map(int, re.findall(r"\d+", name.split()[1]))) for name, count in packed.items()
     )

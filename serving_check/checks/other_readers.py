@@ -1,6 +1,6 @@
-"""Whether the artifact's files mean to other readers what they mean here.
+"""Whether other readers read the artifact's files as Scalegate does.
 
-A release is loaded by transformers, vLLM and others, by rules of their own. Files that one of them skips or
+A release is loaded by transformers, vLLM and others, by rules of their own. Files that one reader skips or
 reads differently serve well in this gate and badly everywhere else.
 """
 

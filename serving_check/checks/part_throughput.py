@@ -1,7 +1,7 @@
-"""Throughput of one part of requests by itself, artifact over baseline: of decoding, and of prompts.
+"""Throughput of decoding alone, and of prompts alone, artifact over baseline.
 
-A fast part, or one that takes most of the time, would hide that the other one is slow. `curve.py` decides,
-and `evidence/parts.py` says which part is judged where; this file puts the decisions into words.
+Otherwise a fast part, or one that takes most of the time, would hide that the other part is slow. `curve.py`
+decides, and `evidence/parts.py` selects the parts and Ms to judge; this file puts the decisions into words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ def check_decode_throughput(
 
 
 def check_prompt_throughput(curve: Sequence[CurvePoint], floor: float) -> CheckResult:
-    """Fail if prompts are read slower than `floor` with confidence at any M at which they take much of the
-    time, pass if they are not at every such M."""
+    """Fail if prompts are surely read slower than `floor` at any M at which they take much of the time; pass
+    if they are fast enough at every such M."""
     points = [(point.m, point.prompts) for point in curve if point.prompts is not None]
     shares = {point.m: point.prompt_share or 0.0 for point in curve}
     failed = [
@@ -88,7 +88,7 @@ def _ratio(point: PartPoint) -> str:
 
 
 def _unseen(points: Points) -> str:
-    """A sentence on where no decoding was seen; empty if it was everywhere."""
+    """A sentence on the Ms at which no decoding was seen; empty if there is none."""
     ms = [
         str(m)
         for m, point in points
@@ -103,7 +103,7 @@ def _unseen(points: Points) -> str:
 
 
 def _undecided(points: Points) -> str:
-    """A sentence on what is open; empty if nothing is."""
+    """A sentence on undecided Ms; empty if there is none."""
     if not points:
         return "no block of repeats was finished"
     open_points = [f"M={m} ({_ratio(point)})" for m, point in points if point.status == "inconclusive"]

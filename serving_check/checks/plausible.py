@@ -70,7 +70,7 @@ class _Problem:
 
 
 def _problems_at(point: CurvePoint, fastest: float, byte_ratio: float) -> Iterator[_Problem]:
-    """What is faster at this M than `fastest` times the baseline."""
+    """Speeds at this M above `fastest` times the baseline's."""
     if point.ratio is not None and point.ratio > fastest:
         sure = (point.decision_low or 0.0) > fastest
         yield _Problem(

@@ -1,9 +1,9 @@
 """How far the artifact may be from its baseline on held-out text; the measuring is `..quality`.
 
-The bounds leave a sound 4-bit artifact a small margin. The bounds on the tail catch what a mean hides: a few
-tokens, or a few packed words, that are wrong while everything else is right. The bound on the mean holds for
-each domain too: a kind of text that is far off is not excused by the others. A text that was given besides is
-held to all bounds by itself.
+The bounds leave a sound 4-bit artifact a small margin. The bounds on the tail catch faults that a mean hides:
+a few tokens, or a few packed words, that are wrong while everything else is right. The bound on the mean
+holds for each domain too: a kind of text that is far off is not excused by the others. A text given by the
+user is held to all bounds by itself.
 """
 
 import math
@@ -26,7 +26,7 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class _Figure:
-    """One figure of one text beside its bound; `sign` is -1 where more is better."""
+    """One figure of one text with its bound; `sign` is -1 if higher is better."""
 
     comparison: Comparison
     name: str
@@ -72,7 +72,7 @@ def check_quality(
 ) -> CheckResult:
     """Mean, 99.9th percentile and maximum of KL, extra nats per token, top-1 agreement, each in its bound.
 
-    It fails if a whole interval is beyond its bound, and is inconclusive if only the estimate is.
+    It fails if the whole interval is beyond its bound, and is inconclusive if only the estimate is.
 
     worst_modules: those with the largest rounding errors, worst first, for the advice
     by_layers: whether the models were run a layer at a time, which the reason then says
@@ -173,7 +173,7 @@ def _measured(usual: Sequence[_Figure], domains: Sequence[_Figure], besides: Seq
 
 
 def _advice(bad: Sequence[_Figure], worst_modules: Sequence[str]) -> str:
-    """The likely cause of these figures, and what to do."""
+    """The likely cause of these figures, and a remedy."""
     if any(
         text.mean_kl > BEYOND_ROUNDING_KL
         or text.top1_agreement < BEYOND_ROUNDING_AGREEMENT

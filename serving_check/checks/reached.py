@@ -1,7 +1,7 @@
 """Whether M requests really decoded together, rather than some of them while the rest were queued.
 
-If prompts are long and answers short, the first requests end before the last one decodes, on any server. So M
-stands for the number that the baseline ran, if that is smaller.
+If prompts are long and answers short, the first requests end before the last one decodes, on any server. So
+the number that ran on the baseline replaces M if it is smaller.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -
 
 def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None = None) -> CheckResult:
     """Fail if the average output token of the artifact saw fewer than `share` of M requests running, or of
-    those that ran on the baseline if it ran fewer. Inconclusive if the baseline ran less than half of M.
+    the requests that ran on the baseline if they were fewer. Inconclusive if the baseline ran less than half
+    of M.
 
     limit: the server's own limit on running requests, if known
     """
@@ -47,13 +48,15 @@ def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None =
 
 
 def reachable(point: CurvePoint) -> float:
-    """How many requests this workload lets decode together at M: as many as on the baseline, M at most."""
+    """The number of requests that this workload lets decode together at M: as many as on the baseline, M at
+    most.
+    """
     baseline = point.baseline.running_mean
     return point.m if baseline is None else min(point.m, baseline)
 
 
 def _share(point: CurvePoint, limit: int | None) -> float:
-    """Of the requests that could decode together; of M, if the server's own limit is below it."""
+    """The share of the requests that could decode together; of M, if the server's own limit is below it."""
     expected = point.m if limit is not None and limit < point.m else reachable(point)
     return (point.artifact.running_mean or 0.0) / max(expected, 1.0)
 
@@ -79,7 +82,7 @@ def _reason(
 
 
 def _beside(point: CurvePoint, share: float) -> str:
-    """What the baseline ran at M, if that was too few by itself; else empty."""
+    """A sentence on the requests that ran on the baseline at M, if they were too few; otherwise empty."""
     ran = reachable(point)
     return f" (the baseline ran {ran:.3g} of M={point.m} as well)" if ran < share * point.m else ""
 

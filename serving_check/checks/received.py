@@ -1,4 +1,4 @@
-"""Whether clients got every token that was claimed: `usage` beside the streams and the server's counters.
+"""Whether clients got every token: compares `usage` with the streams and the server's counters.
 
 Throughput is computed from `usage`, so `usage` must be true.
 """

@@ -1,7 +1,7 @@
 """Output throughput against a rival's: a format that reads fewer bytes must lose once requests are batched.
 
-`curve.rival_decisions_of` decides; this file puts the decision into words. Source:
-ds4-nvfp4-spark issue 6, where NVFP4 has to beat IQ2_XXS from M = 4 on.
+`curve.rival_decisions_of` decides; this file puts the decision into words. Source: ds4-nvfp4-spark issue 6,
+which requires that NVFP4 beats IQ2_XXS from M = 4 on.
 """
 
 from collections.abc import Sequence

@@ -101,7 +101,7 @@ def _changed(artifact: Mapping[int, AnswerFigures]) -> list[str]:
 
 
 def _wrong(scores: Sequence[TextScore], foreign: Sequence[TextScore], off: int, tokens: int) -> str:
-    """What is wrong and the likely cause: all texts are wrong, or only those of some batch sizes."""
+    """The fault and its likely cause: all texts are wrong, or only those of some batch sizes."""
     by_m = {m: sum(score.m == m for score in foreign) for m in sorted({score.m for score in foreign})}
     where = ", ".join(f"{count} of {_texts(scores, m)} at M={m}" for m, count in by_m.items())
     shown = "; ".join(repr(score.beginning) for score in foreign[:SHOWN])

@@ -2,7 +2,7 @@
 
 A repeat has stalled if no stream moved for far longer than in a typical repeat of the baseline. The machine
 is shared, so the artifact's stalls are compared with the baseline's in the same minutes. If doubt remains,
-both are served at once for a while: whatever stops the machine then stops both.
+both are served at the same time for a while: if the machine stops, both stall.
 """
 
 import math
@@ -100,7 +100,7 @@ def m_in_doubt(
     measured: Sequence[MeasuredM], bounds: Bounds, in_use: Sequence[BlockInUse] = ()
 ) -> int | None:
     """The M of the artifact's longest stall, if it stalled more often than the baseline but not often enough
-    to fail; else None. Of stalls in use alone it is the largest M."""
+    to fail; else None. For stalls in use alone it is the largest M."""
     both = _measured_on_both(measured)
     if check_stalls(both, bounds, in_use=in_use).status == "fail":
         return None
@@ -150,7 +150,7 @@ def _origin(measured: Sequence[MeasuredM]) -> float:
 def _stalls(
     level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
-    """At most one of each of `repeats`, which are one side's of `one`: its longest."""
+    """At most one stall of each of `repeats`, which belong to the same side: its longest."""
     origin, least = _origin(measured), _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):
@@ -158,7 +158,9 @@ def _stalls(
 
 
 def _stalls_alone(together: MeasuredM | None, bounds: Bounds) -> tuple[int, int]:
-    """In how many blocks, whose repeats ran at once, only the artifact stalled, and only the baseline."""
+    """The number of blocks in which only the artifact stalled, and in which only the baseline did; the
+    repeats of a block ran at the same time.
+    """
     alone = [0, 0]
     if together is not None and together.blocks:
         least = _least_stalls(together, bounds)

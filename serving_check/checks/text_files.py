@@ -1,6 +1,7 @@
 """Whether tokenizer, chat template, end-of-sequence tokens and generation settings are the baseline's.
 
-Quantizing changes none of them. What an artifact changes on purpose, its recipe declares under `changes`.
+Quantization changes none of them. If an artifact changes them on purpose, its recipe declares this under
+`changes`.
 """
 
 from ..evidence.artifact_figures import TextFigures

@@ -28,8 +28,8 @@ def check_throughput(
 ) -> CheckResult:
     """Fail if any M is below `floor` with confidence, pass if every M is at or above it with confidence.
 
-    diagnoses:  for each M that failed, which layer is to blame
-    broken_off: the M at which a request failed, which ends the measuring
+    diagnoses:  for each M that failed, the slow layer
+    broken_off: the M at which a request failed, which ends the measurement
     in_turns:   whether no two servers were up together
     """
     failed = [point for point in curve if point.status == "fail"]
@@ -120,7 +120,7 @@ def _reason(
 
 
 def _of_drawn(curve: Sequence[CurvePoint]) -> str:
-    """A sentence on the Ms that were drawn between the given ones, and how much is known of them."""
+    """A sentence on the Ms drawn between the given ones, and how well they are known."""
     drawn = [point for point in curve if point.drawn]
     if not drawn:
         return ""
@@ -133,7 +133,7 @@ def _of_drawn(curve: Sequence[CurvePoint]) -> str:
 
 
 def _of_correlation(open_points: Sequence[CurvePoint], max_blocks: int, in_turns: bool) -> str:
-    """A sentence on what would decide in spite of a strong correlation; empty if there is none."""
+    """A sentence on a remedy against strong correlation; empty if there is none."""
     strongest = max(point.correlation for point in open_points)
     if strongest < STRONG:
         return ""
@@ -156,7 +156,7 @@ def _of_correlation(open_points: Sequence[CurvePoint], max_blocks: int, in_turns
 
 
 def _in_turns(blocks: int) -> tuple[str, str]:
-    """What was measured on servers that took turns, and how to measure more."""
+    """A sentence on the figures of servers that took turns, and how to measure more."""
     more = " or more repeats (--max-blocks)" if blocks < TURN_LOOKS[-1] * GROUP else ""
     return (
         f"{blocks // GROUP} groups of {GROUP} blocks, each on restarted servers",
@@ -165,7 +165,7 @@ def _in_turns(blocks: int) -> tuple[str, str]:
 
 
 def _obstacle(point: CurvePoint, floor: float) -> str:
-    """What kept it from being decided, if it is more than noise near the floor."""
+    """The reason why it was not decided, if that is more than noise near the floor."""
     if point.correlation >= STRONG:
         return f", consecutive blocks are correlated, up to {point.correlation:.2f}"
     return ", interval too wide" if (point.decision_low or 0.0) >= floor else ""

@@ -1,9 +1,9 @@
 """Whether the servers leave one another alone: a server that computes while it is idle slows the other one.
 
-Each is measured with the other one stopped. If the ratio of throughput is surely another one then, or, on a
-CPU, if an idle server takes the other's time, the comparison is of two servers that disturb each other, and
-decides nothing. Nor does a comparison of servers that may run on different cores. What other processes took
-of the cores is told, and decides nothing here: repeats of both sides take turns, and intervals get wider.
+Each is measured with the other one stopped. The comparison decides nothing if the servers disturb each other:
+if the ratio of throughput is then surely another one, or, on a CPU, if an idle server takes the other's time.
+It decides nothing either if the servers may run on different cores. CPU time of other processes is reported
+and decides nothing: repeats of both sides take turns, and intervals get wider.
 """
 
 import math
@@ -28,7 +28,7 @@ on all cores loses at most this share of its throughput by it: a ratio shows mor
 
 @dataclass(frozen=True)
 class _Difference:
-    """Of the log ratio of throughput beside one another from that alone."""
+    """The difference of the log throughput ratio, side by side, from the ratio of servers alone."""
 
     centre: float
     low: float
@@ -79,7 +79,7 @@ def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM])
 
 
 def _difference(beside: Sequence[float], alone: Sequence[float]) -> _Difference | None:
-    """Student's limits for two samples of one variance; None with fewer than two values of either."""
+    """Student's limits for two samples of equal variance; None with fewer than two values of either."""
     if min(len(beside), len(alone)) < 2:
         return None
     samples = [winsorized(values) for values in (beside, alone)]
@@ -120,7 +120,7 @@ def stolen_cpu(repeat: Repeat) -> float | None:
 def _share(
     measured: Sequence[MeasuredM], cores: int, seconds_of: Callable[[Repeat], float | None]
 ) -> float | None:
-    """Of the cores' time in all repeats; None if it is not known."""
+    """The share of the cores' time in all repeats; None if it is not known."""
     known = [
         (seconds, repeat.duration)
         for level in measured
@@ -132,7 +132,7 @@ def _share(
 
 
 def _neighbours(others: float | None, stolen: float | None) -> str:
-    """What to say of other processes and other machines; nothing of what is too little to matter."""
+    """A sentence on other processes and other machines; empty if they took too little to matter."""
     told = ""
     if others is not None and others > LEAST_CPU:
         told += f"; other processes took {others:.1%} of the CPU meanwhile"
@@ -165,7 +165,7 @@ def _who(
 ) -> str | None:
     """Whose server disturbs the other one, if either surely does.
 
-    On a CPU the time that idle servers take says so. A ratio that was measured a minute later need not be the
+    On a CPU, the CPU time of idle servers shows it. A ratio that was measured a minute later need not be the
     same there: others use these cores too.
     """
     if on_cpu and of_artifact is not None and of_baseline is not None:

@@ -1,8 +1,8 @@
 """Whether the stored weights are the baseline's, except for the declared rounding.
 
 An artifact with a manifest must match it: every module's error as recorded, everything else bit for bit. In
-every artifact the check also looks for modules that stand out from their kind: a manifest records errors as
-they were found, by `adopt` too, and vouches for none of them.
+every artifact the check also looks for modules that stand out from their kind: a manifest only records
+errors, also those that `adopt` found, and does not vouch for them.
 """
 
 import math
@@ -62,13 +62,13 @@ def check_weights(figures: WeightFigures | None) -> CheckResult:
 
 
 def largest_errors(figures: WeightFigures | None) -> list[str]:
-    """The modules with the largest errors among those that are named, worst first, for advice."""
+    """The modules with the largest errors among the named ones, worst first, for advice."""
     named = sorted(_all(figures), key=_size, reverse=True) if figures else []
     return [f"{error.module} {_shown(error)}" for error in named[:SHOWN]]
 
 
 def _count_problems(figures: WeightFigures) -> Iterator[str]:
-    """Unless something is quantized, and exactly what the manifest says."""
+    """Fails unless something is quantized, and exactly the modules that the manifest names."""
     may_be_plain = (figures.is_baseline and not figures.is_ours) or figures.is_other_quantized
     if not figures.quantized and not may_be_plain:
         said = f", but its manifest lists {figures.recorded}" if figures.recorded else ""

@@ -86,7 +86,7 @@ class Temperature:
 
 @dataclass(frozen=True)
 class ServedLayers:
-    """What a model's layers keep for each request."""
+    """The state that a model's layers keep for each request."""
 
     attention: dict[int, AttentionLayer]
     """By layer index."""
@@ -94,7 +94,7 @@ class ServedLayers:
 
     @property
     def state_bytes(self) -> int:
-        """What all states of a request take together."""
+        """The bytes of all states of a request."""
         return sum(shape.bytes_per_request for shape in self.states.values())
 
 
@@ -290,7 +290,7 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
 
 
 def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
-    """Lengths up to which the model is served, each with what differs past it."""
+    """Lengths up to which the model is served, each with what changes past it."""
     yield context, ""
     for layer_type in _layer_types(config):
         length = dense_length(config, layer_type)
@@ -311,7 +311,8 @@ def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
 def served_layers(model: PreTrainedModel) -> ServedLayers:
     """Switch the model to paged attention and states in slots, and return what its layers keep.
 
-    Attention layers are found by running two tokens through the model. Each gets a buffer with its index.
+    Attention layers are found by running two tokens through the model. Each layer gets a buffer with its
+    index.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -344,7 +345,9 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
 
 
 def _served(config: Any, count: int, attending: set[int], with_states: set[int]) -> int:
-    """How many layers do what their type says; a model without types attends or keeps a state in each."""
+    """The number of layers that behave as their type says; in a model without types each layer attends or
+    keeps a state.
+    """
     types = _layer_types(config) or list(getattr(config, "layers_block_type", None) or ())
     # Those of Llama 3.2 Vision attend to images only, and are passed over where there are none.
     done = {index % REPEATED for index in attending} | set(

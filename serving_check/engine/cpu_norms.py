@@ -1,7 +1,7 @@
 """Replaces a model's RMSNorm modules on a CPU by one compiled kernel each.
 
-A module is replaced if the kernel gives what it gives, which is tried: names and formulas differ from model
-to model. Not for batch-invariant serving, which keeps transformers' own.
+A module is replaced if the kernel gives the same result, which is tested: names and formulas differ from
+model to model. Not for batch-invariant serving, which keeps transformers' own norms.
 """
 
 import torch
@@ -46,7 +46,7 @@ class CpuRMSNorm(nn.Module):
 
 @torch.inference_mode()
 def compile_norms(model: nn.Module) -> int:
-    """Replace what can be replaced, in place; returns how many modules were."""
+    """Replace suitable modules in place; returns how many were replaced."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -60,7 +60,7 @@ def compile_norms(model: nn.Module) -> int:
 
 
 def _compiled(norm: nn.Module) -> CpuRMSNorm | None:
-    """None if the kernel does not do what this module does."""
+    """None if the kernel computes something else than this module."""
     weight, eps = getattr(norm, "weight", None), _eps(norm)
     has_more = len(list(norm.parameters())) != 1 or norm._forward_hooks or norm._forward_pre_hooks
     if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None or has_more:

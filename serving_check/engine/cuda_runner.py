@@ -69,7 +69,7 @@ class CudaRunner:
         self._last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=model.device)
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """One mixed batch, so that weights are read once."""
+        """The schedule as one mixed batch, so that weights are read once."""
         return [schedule] if schedule.num_tokens else []
 
     def run(self, batch: Schedule) -> StepResult:
@@ -128,7 +128,7 @@ class CudaRunner:
         return self._buffers.shape(num_tokens, self._rows, self._rows)
 
     def _scored_shape(self, num_tokens: int) -> StepShape:
-        """With room for prompt logprobs. They are rare, so there is no graph for them."""
+        """The shape of a step with room for prompt logprobs. They are rare, so there is no graph for them."""
         return self._buffers.shape(num_tokens, self._rows, self._rows + MOST_SCORED)
 
     def _is_bucket(self, shape: StepShape) -> bool:
@@ -158,7 +158,8 @@ class CudaRunner:
     ) -> None:
         """Draw again, outside the graph, for requests that adjust their logits.
 
-        asking: their rows in logits [S, V], positions int64 [S], and drawn int64 [S], which changes in place
+        asking: their rows in logits [S, V], positions int64 [S], and drawn int64 [S], which is changed in
+        place
         """
         indices = to_device(torch.tensor(asking), logits.device)
         rows = to_device(torch.tensor([sequence.row for sequence in sequences]), logits.device)

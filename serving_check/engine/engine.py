@@ -220,7 +220,7 @@ class Engine:
         return may and not any(sequence.matcher is not None for sequence in running)
 
     def stats(self) -> EngineStats:
-        """A snapshot. Each one starts running_by_step and compilations anew."""
+        """A snapshot. Each snapshot starts `running_by_step` and `compilations` anew."""
         counters = self._counters
         running_by_step = tuple(counters.running_by_step)
         counters.running_by_step.clear()

@@ -189,7 +189,7 @@ def pool_pages(
 def stored_bytes(
     layers: Mapping[int, AttentionLayer], kv_format: KVFormat, page_size: int
 ) -> tuple[int, int]:
-    """Of a page, and of what a request keeps besides its pages, in all layers."""
+    """Bytes of a page, and of a request's state besides its pages, in all layers."""
     shapes = [layer.shape for layer in layers.values()]
     return (
         sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes),

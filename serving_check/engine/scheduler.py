@@ -188,7 +188,9 @@ class Scheduler:
         return self.replays and sequence.num_prompt <= sequence.num_computed < sequence.length - 1
 
     def _chunk(self, sequence: Sequence, budget: int, scored: int) -> PrefillChunk:
-        """At most `budget` tokens, and at most `scored` if the request asks for prompt logprobs."""
+        """A chunk of at most `budget` tokens, and at most `scored` if the request asks for prompt
+        logprobs.
+        """
         start = sequence.num_computed
         most = min(budget, scored) if sequence.is_scored else budget
         end = sequence.num_prompt if self.replays else sequence.length

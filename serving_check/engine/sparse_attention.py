@@ -50,11 +50,11 @@ def skip_indexers(model: PreTrainedModel) -> bool:
 
 
 def unread_mask(model: nn.Module, device: torch.device) -> Tensor | None:
-    """What a model with indexers takes as its attention mask: they get a slice of it, and nobody reads it."""
+    """Passed as a model's attention mask if it has indexers: they get a slice of it, and nobody reads it."""
     has_indexer = any(name.rpartition(".")[2] == INDEXER for name, _ in model.named_modules())
     return torch.zeros(1, 1, 1, 1, device=device) if has_indexer else None
 
 
 def _choose_nothing(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """In place of an indexer. Its output reaches the attention function, which does not read it."""
+    """Replaces an indexer. Its output reaches the attention function, which does not read it."""
     return hidden_states.new_empty(0, dtype=torch.int32)

@@ -44,7 +44,7 @@ class StepClock:
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """Around a launch; on a CPU, that is the model's work itself."""
+        """Measures a launch; on a CPU, the model's computation itself."""
         if self._device is None:
             with self.waiting():
                 yield

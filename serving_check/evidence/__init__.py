@@ -1,1 +1,1 @@
-"""What a gate has seen: figures of answers, repeats and texts, the curve, and the verdict that keeps them."""
+"""The gate's evidence: figures of answers, repeats and texts, the curve, and the verdict that keeps them."""

@@ -79,7 +79,7 @@ class AnswerFigures:
 
 @dataclass(frozen=True)
 class ServedText:
-    """One answer under load, as it is scored."""
+    """One answer under load, in the form that is scored."""
 
     m: int
     prompt: tuple[int, ...]
@@ -110,13 +110,13 @@ def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigure
 
 
 def spread_evenly(several: Sequence[T], count: int) -> list[T]:
-    """At most `count` of them, spread evenly."""
+    """At most `count` of `several`, spread evenly."""
     step = max(1.0, len(several) / count)
     return [several[int(index * step)] for index in range(min(count, len(several)))]
 
 
 def served_texts(result: WorkloadResult, tokenizer: TokenText, count: int) -> list[ServedText]:
-    """At most `count` of one repeat's answers, from all over it."""
+    """At most `count` answers of one repeat, spread over all of it."""
     kept = [record for record in result.requests if _is_kept(record)]
     return [
         ServedText(result.spec.m, record.prompt, tuple(_received(record, tokenizer)), _text(record))

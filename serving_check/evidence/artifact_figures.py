@@ -1,4 +1,4 @@
-"""What an artifact's files show compared with its baseline's: raw figures, measured without model or server.
+"""How an artifact's files differ from its baseline's: raw figures, measured without model or server.
 
 Data only. `pipeline/validation/` reads the files, `checks/weights.py` and `checks/text_files.py` judge.
 """
@@ -10,7 +10,7 @@ from ..settings import DOCUMENTED
 
 @dataclass(frozen=True)
 class ModuleError:
-    """One quantized module against the baseline's weight."""
+    """One quantized module compared with the baseline's weight."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -89,7 +89,7 @@ class WeightFigures:
 
 @dataclass(frozen=True)
 class TextDifference:
-    """One part of what turns text into tokens and back, and where it is not the baseline's."""
+    """One part of the conversion between text and tokens, and where it differs from the baseline's."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -119,7 +119,7 @@ class TextFigures:
 
 @dataclass(frozen=True)
 class ReadElsewhere:
-    """The artifact as another reader loads it, its predictions beside ours on the same tokens."""
+    """The artifact in another reader: its predictions compared with ours on the same tokens."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -135,7 +135,7 @@ class ReadElsewhere:
 
 @dataclass(frozen=True)
 class ReaderFigures:
-    """What readers other than ours take the artifact's files for."""
+    """How readers other than ours interpret the artifact's files."""
 
     __pydantic_config__ = DOCUMENTED
 

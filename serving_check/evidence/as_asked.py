@@ -33,7 +33,9 @@ def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...
 
 
 def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
-    """Of each sampled answer whose prompt and seed an earlier one had: whether it begins alike."""
+    """For each sampled answer whose prompt and seed an earlier answer had: whether it begins like that
+    answer.
+    """
     first: dict[tuple[object, ...], Sequence[int] | str] = {}
     kept = []
     for planned, record in zip(result.requests, result.records, strict=True):
@@ -71,7 +73,9 @@ def _problems(
 
 
 def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
-    """Those that text is made of: all but the end-of-sequence token; None if the server does not tell."""
+    """The tokens of the text: all except the end-of-sequence token; None if the server does not report
+    them.
+    """
     if answer.token_ids is None:
         return None
     tokens = list(answer.token_ids)
@@ -81,8 +85,8 @@ def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
 def _is_text_of(written: str, text: str) -> bool:
     """Whether `text` was streamed of the tokens that `written` was decoded from at once.
 
-    If more follows a broken character, only what comes before it is compared: each server resumes a stream in
-    its own way, and a character that the prompt has begun is whole in some.
+    If more text follows a broken character, only the text before it is compared: each server resumes a stream
+    in its own way, and some complete a character that the prompt has begun.
     """
     beginning, _, rest = written.partition(REPLACEMENT)
     if bare(rest):

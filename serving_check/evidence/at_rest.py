@@ -1,4 +1,5 @@
-"""What a server shows when its load has ended: what it still holds, and whether it is as fast as at first.
+"""A server's figures when its load has ended: the memory and pages that it still holds, and whether it is as
+fast as at first.
 
 `gate/at_rest.py` looks, `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
 """
@@ -13,7 +14,7 @@ PARTS_BEFORE = 4
 
 @dataclass(frozen=True)
 class Rest:
-    """One server's figures while nothing is asked of it; null where it does not say."""
+    """One server's figures while it has no requests; null if it does not report one."""
 
     __pydantic_config__ = DOCUMENTED
 

@@ -1,7 +1,7 @@
 """Whether requests are long enough that a KV format reads and writes quantized pages while it answers them.
 
 A format that quantizes whole pages keeps short contexts unquantized. Short requests then say nothing about
-its speed: its kernel could take a second, and writing a page could be a loop in Python.
+its speed: its kernel could take a second, or a page could be written by a loop in Python.
 """
 
 from ...layouts.kv.format import KV_FORMATS, PageCodedKVFormat
@@ -12,7 +12,7 @@ ANSWERED_BEFORE = 32
 
 
 def default_input_len(kv_cache_dtype: str | None) -> int:
-    """Prompt tokens a request by default. kv_cache_dtype: None if unknown."""
+    """The default number of prompt tokens per request. kv_cache_dtype: None if unknown"""
     form = _page_coded(kv_cache_dtype)
     if form is None:
         return WorkloadSettings.input_len

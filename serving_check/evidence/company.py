@@ -60,7 +60,7 @@ class CompanyFigures:
 
 @dataclass(frozen=True)
 class _Probe:
-    """One request; every second one samples, with a seed of its own."""
+    """One request; every second request samples, with its own seed."""
 
     prompt: tuple[int, ...]
     answer_len: int
@@ -131,7 +131,7 @@ def _first_difference(alone: list, together: list) -> int | None:
 
 
 def _ask(endpoint: Endpoint, probe: _Probe) -> Answer:
-    """Its tokens as JSON gives them: every float has enough digits to be exact."""
+    """Its tokens as they are in JSON: every float has enough digits to be exact."""
     body = {
         "prompt": list(probe.prompt),
         "max_tokens": probe.answer_len,

@@ -1,4 +1,4 @@
-"""The curve of throughput against M, artifact beside baseline, from the repeats that were measured.
+"""The curve of throughput against M, artifact over baseline, from the measured repeats.
 
 Arithmetic only: the same repeats and settings give the same curve, on any machine.
 """
@@ -100,8 +100,8 @@ def rival_point(
 def binding_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> list[Decision]:
-    """The decision that counts at every M, of whole requests, decoding or prompts alone: a failed one, else
-    an open one, else an undecided one, else the lowest one."""
+    """The decision that counts at every M, for whole requests, decoding or prompts alone: a failed one first,
+    then an open one, then an undecided one, then the lowest one."""
     decisions = decisions_of(measured, workload, floor)
     steady = steady_decisions_of(measured, workload, floor)
     prompts = prompt_decisions_of(measured, workload, floor)
@@ -122,7 +122,7 @@ def binding_decisions_of(
 def steady_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> dict[int, Decision]:
-    """The decision on decoding alone, at every M at which it is judged by itself."""
+    """The decision on decoding alone, at every M at which it is judged separately."""
     levels = [level for level in measured if parts_apart(level, workload).decoding]
     test = sequential_test(measured, workload, floor)
     return _decided_by_m(levels, workload, test, decoding_throughput)
@@ -153,7 +153,7 @@ def _decided_by_m(
 def part_point(
     measured: MeasuredM, decision: Decision | None, figure: Figure, unit: float = 1.0
 ) -> PartPoint | None:
-    """None if the part is not judged by itself. unit: what one of the figure stands for"""
+    """None if the part is not judged separately. unit: the name of the figure's unit"""
     if decision is None:
         return None
     ours, theirs = (
@@ -194,8 +194,8 @@ def _decided(
     test: SequentialTest,
     figure: Figure,
 ) -> list[Decision]:
-    """From the blocks on the first servers or, if there are any, from groups on restarted servers; from
-    groups alone if servers take turns. Drawn Ms, of which less is known, pass by their estimate."""
+    """Decided from the blocks on the first servers or, if there are any, from groups on restarted servers;
+    from groups alone if servers take turns. Drawn Ms, of which less is known, pass by their estimate."""
     drawn = {index for index, level in enumerate(measured) if level.m not in workload.ms}
     groups = [level.group_means(figure) for level in measured]
     if any(took_turns(level) for level in measured):
@@ -236,7 +236,9 @@ def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:
 
 
 def serving_figures(results: Sequence[Repeat]) -> ServingFigures:
-    """One side at one M: medians over repeats, percentiles over requests, extremes of what was sampled."""
+    """The figures of one side at one M: medians over repeats, percentiles over requests, extremes of
+    samples.
+    """
     ttfts = [value * 1000 for result in results for value in result.ttfts]
     tpots = [value * 1000 for result in results for value in result.tpots]
     preemptions = [result.preemptions for result in results if result.preemptions is not None]

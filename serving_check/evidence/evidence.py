@@ -41,7 +41,7 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """What a server wrote after one prompt, and how likely the baseline finds it."""
+    """A server's continuation of one prompt, and its likelihood under the baseline."""
 
     __pydantic_config__ = DOCUMENTED
 

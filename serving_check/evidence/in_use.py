@@ -1,4 +1,5 @@
-"""What a load as in use showed: the speed of both servers, and the artifact's answers beside its own logits.
+"""The evidence of a load as in use: the speed of both servers, and the artifact's answers compared with its
+own logits.
 
 `gate/in_use.py` measures it, `checks/` judge it.
 """
@@ -23,7 +24,7 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class SideInUse:
-    """One server under one open loop."""
+    """The figures of one server under one open loop."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -92,7 +93,7 @@ class BlockInUse:
 
 @dataclass(frozen=True)
 class Draws:
-    """Sampled tokens of one answer beside the probabilities that they should have been drawn with."""
+    """Sampled tokens of one answer, compared with the probabilities that they should have been drawn with."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -109,7 +110,9 @@ class Draws:
 
 @dataclass(frozen=True)
 class AnswerInUse:
-    """One answer of the artifact's server under a load as in use, held to logits computed in process."""
+    """One answer of the artifact's server under a load as in use, compared with logits computed in
+    process.
+    """
 
     __pydantic_config__ = DOCUMENTED
 
@@ -138,7 +141,7 @@ class AnswerInUse:
 
 @dataclass(frozen=True)
 class FiguresInUse:
-    """All of a stage as in use."""
+    """All figures of a load as in use."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -178,7 +181,7 @@ def _gaps_by_m(records: Sequence[RequestRecord]) -> dict[int, list[float]]:
 
 
 def _still(records: Sequence[RequestRecord]) -> tuple[Gap, ...]:
-    """The longest times in which nothing came although requests were open."""
+    """The longest times without any token although requests were open."""
     moments = sorted(
         moment
         for record in records

@@ -1,4 +1,4 @@
-"""What the interleaved repeats gave at one M, on every side: the raw figures of every check.
+"""The measurements of the interleaved repeats at one M, on every side: the raw figures of every check.
 
 The verdict keeps them, so that its readers can judge again. `interleaving.py` runs repeats; `judge.py` and
 `checks/` judge them.
@@ -25,7 +25,7 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class Repeat:
-    """One repeat of one side: every figure of it that a check or the curve reads."""
+    """One repeat of one side: every figure that a check or the curve reads."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -188,7 +188,7 @@ def _log_ratios(
 
 
 def answers_of(repeats: Sequence[Repeat]) -> AnswerFigures:
-    """Of all `repeats` that kept any, added up."""
+    """The sum over all `repeats` that kept answers."""
     return AnswerFigures.sum(repeat.answers for repeat in repeats if repeat.answers is not None)
 
 
@@ -216,7 +216,7 @@ def slowest_ttft(result: Repeat) -> float | None:
 def decoding_together(result: WorkloadResult) -> float:
     """How many requests decoded together, as the average output token saw it.
 
-    By the server's own count of its steps; where it keeps none, by the overlap of the streams that clients
+    Counted by the server's own steps; if it does not count them, by the overlap of the streams that clients
     received, which needs nothing from the server. Queued requests count in neither.
     """
     if result.steps_by_running:

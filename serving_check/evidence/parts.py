@@ -1,7 +1,7 @@
-"""Which parts of requests are judged by themselves at an M: prompts, decoding, or both.
+"""Which parts of requests are judged separately at an M: prompts, decoding, or both.
 
-A part that takes little of the time hides behind the other one. The baseline's first blocks say what takes
-how much, so that it is settled before anything is decided, and whoever reads a verdict finds the same.
+A part that takes little of the time is hidden by the other part. The baseline's first blocks show the share
+of each part. So the choice is fixed before anything is decided, and a reader of the verdict can repeat it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SMALL = 0.1
 
 @dataclass(frozen=True)
 class PartsApart:
-    """What is judged by itself at one M, beside whole requests."""
+    """The parts that are judged separately at one M, besides whole requests."""
 
     decoding: bool = False
     prompts: bool = False
@@ -34,9 +34,9 @@ class PartsApart:
 def parts_apart(level: MeasuredM, workload: WorkloadSettings) -> PartsApart:
     """Prompts if they take a large share of the baseline's time; decoding unless its share is small.
 
-    Prompts only at given Ms: how fast they are read depends on their tokens, and those at drawn Ms are short.
-    Decoding that the baseline does not show is left out where prompts take little, at a drawn M, and of
-    answers too short to show any. Elsewhere it stays undecided.
+    Prompts only at given Ms: their speed depends on their length, and prompts at drawn Ms are short. If the
+    baseline shows no decoding, it is not judged when prompts take little time, at a drawn M, or when answers
+    are too short. Elsewhere it stays undecided.
     """
     share = prompt_share(level)
     if share is None:
@@ -50,7 +50,9 @@ def parts_apart(level: MeasuredM, workload: WorkloadSettings) -> PartsApart:
 
 
 def prompt_share(level: MeasuredM) -> float | None:
-    """Of the baseline's time, 0 to 1, median over its first repeats; None in verdicts that do not say."""
+    """The share of the baseline's time, 0 to 1, median over its first repeats; None in verdicts without this
+    figure.
+    """
     known = [
         repeat.prefill_seconds / repeat.duration
         for repeat in _first(level)

@@ -1,4 +1,4 @@
-"""How long prompts take in one repeat: the time in which some request had no token yet."""
+"""The prefill time of one repeat: the time in which some request had no token yet."""
 
 from ..workload import WorkloadResult
 

@@ -1,4 +1,4 @@
-"""How close a model predicts to its baseline, as figures: what verdicts hold, and what cards read.
+"""Figures of how close a model's predictions are to its baseline's: verdicts hold them, and cards read them.
 
 `quality.py` measures them; it needs torch, and reading a verdict does not.
 """

@@ -1,7 +1,8 @@
-"""Which answers of a load as in use are held to logits computed in process, and what each was served beside.
+"""Chooses the answers of a load as in use that are compared with logits computed in process, and records
+their conditions.
 
-Each costs forward passes, so few are chosen, spread over contexts, Ms, company and kinds. Not for scoring
-them: that is `pipeline/validation/in_process.py`.
+Each answer costs forward passes, so few are chosen, spread over contexts, Ms, neighbours and kinds. Not for
+scoring them: that is `pipeline/validation/in_process.py`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,7 +28,7 @@ deviations, if v is the variance of a token's: 8.7 of the bundled model, 4.6 of 
 
 @dataclass(frozen=True)
 class ServedInUse:
-    """One answer of the artifact's server under a load as in use, as it is scored."""
+    """One answer of the artifact's server under a load as in use, in the form that is scored."""
 
     kind: Kind
     prompt: tuple[int, ...] = field(repr=False)
@@ -57,8 +58,8 @@ def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) ->
 
     results: of the artifact's server, in the order of time
 
-    Sampled answers are left out where the server tells no token ids: a text may be tokenized again otherwise
-    than it was drawn.
+    Sampled answers are left out if the server reports no token ids: tokenizing the text again may give other
+    tokens.
     """
     found = [answer for result in results for answer in _answers(result, tokenizer)]
     greedy = [answer for answer in found if answer.kind != "sampled"]
@@ -73,7 +74,7 @@ def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) ->
 
 
 def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInUse]:
-    """All that can be scored."""
+    """All answers that can be scored."""
     streams = _Streams(result.records)
     for request, record in zip(result.requests, result.records, strict=True):
         if request.kind == "aborted" or record.error is not None or record.answer is None:
@@ -95,7 +96,7 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
 
 
 def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tuple[int, ...]:
-    """Those that the model chose; none where that is not known."""
+    """The tokens that the model chose; none if they are not known."""
     if answer.token_ids is not None:
         # What ends an answer of a least length was not chosen freely.
         return tuple(answer.token_ids)[: request.min_tokens or None]
@@ -106,7 +107,7 @@ def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tu
 
 
 class _Streams:
-    """When the streams of one open loop began, decoded and ended."""
+    """The times at which the streams of one open loop began, decoded and ended."""
 
     def __init__(self, records: Sequence[RequestRecord]):
         arrivals = [stamps for record in records if (stamps := record.arrivals)]
@@ -132,7 +133,9 @@ def _prompt_read(record: RequestRecord) -> float:
 
 
 def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
-    """Without repetitions of a prompt and seed, which are no draws of their own, and beside other seeds."""
+    """The sampled answers without repetitions of a prompt and seed, which are no independent draws; each one
+    says whether it equals an answer to its prompt with another seed.
+    """
     by_prompt: dict[tuple[int, ...], list[ServedInUse]] = {}
     kept = []
     for answer in sampled:
@@ -145,9 +148,10 @@ def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
 
 
 def _spread(answers: Sequence[ServedInUse]) -> Iterator[ServedInUse]:
-    """All of them: first the longest contexts, then each time the one whose like was chosen least.
+    """All answers in order: first the longest contexts, then each time the one whose like was chosen least.
 
-    Alike are answers of one kind, of contexts or Ms within a power of two, and both with or without company.
+    Answers are alike if they have the same kind, contexts and Ms within a power of two, and both have
+    neighbours or neither has.
     """
     left = sorted(answers, key=lambda answer: -answer.context)
     likes = [_like(answer) for answer in left]
@@ -169,5 +173,7 @@ def _like(answer: ServedInUse) -> tuple[Hashable, ...]:
 
 
 def _least(likes: Sequence[tuple[Hashable, ...]], chosen: Counter[Hashable]) -> int:
-    """The index of the first whose like was chosen least, summed over all in which they are alike."""
+    """The index of the first answer whose like was chosen least, summed over all respects in which answers
+    are alike.
+    """
     return min(range(len(likes)), key=lambda index: sum(chosen[like] for like in likes[index]))

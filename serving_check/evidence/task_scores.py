@@ -1,4 +1,4 @@
-"""Scores of evaluation tasks, artifact beside baseline: a verdict carries them, and no check judges them."""
+"""Scores of evaluation tasks, artifact and baseline: a verdict contains them, and no check judges them."""
 
 from dataclasses import dataclass
 

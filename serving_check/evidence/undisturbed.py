@@ -1,4 +1,5 @@
-"""Each server measured while the other one is stopped: raw figures of whether an idle server takes anything.
+"""Each server measured while the other one is stopped: raw figures that show whether an idle server takes
+anything.
 
 Data only. `gate/alone.py` measures, `checks/undisturbed.py` judges.
 """
@@ -11,7 +12,7 @@ from .measurement import MeasuredM
 
 @dataclass(frozen=True)
 class ServerCores:
-    """Where a server's processes run."""
+    """The cores or devices on which a server's processes run."""
 
     __pydantic_config__ = DOCUMENTED
 

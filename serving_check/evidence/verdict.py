@@ -1,4 +1,4 @@
-"""What a gate run found: its checks, its curve and its verdict, bound to exact bytes, to and from JSON.
+"""The result of a gate run: its checks, its curve and its verdict, bound to exact bytes, to and from JSON.
 
 Data only, and the documented form of `serving_check.json`; `judge.py` decides, and `record.py` reads it back.
 """
@@ -27,7 +27,7 @@ EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check: what was measured, against which bound, and why it came out so."""
+    """One check: its measured value, its bound, and the reason for its result."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -127,7 +127,7 @@ class PartPoint:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Artifact beside baseline at one M."""
+    """Artifact over baseline at one M."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -285,7 +285,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Any) -> "Verdict":
-        """Raises pydantic's ValidationError where `value` is not what the schema says."""
+        """Raises pydantic's ValidationError if `value` does not match the schema."""
         return _ADAPTER.validate_python(value)
 
     def write(self, path: Path) -> None:
@@ -293,7 +293,7 @@ class Verdict:
 
 
 def overall_status(checks: Iterable[CheckResult]) -> Status:
-    """Fail where any check failed, else inconclusive where any is, or where nothing was checked at all."""
+    """Fail if any check failed, else inconclusive if any is, or if nothing was checked."""
     statuses = {check.status for check in checks} - {"unknown"}
     if "fail" in statuses:
         return "fail"
@@ -301,7 +301,7 @@ def overall_status(checks: Iterable[CheckResult]) -> Status:
 
 
 def finite(value: float) -> float | None:
-    """`value` as JSON can hold it: null where it is infinite or not a number."""
+    """`value` as JSON can hold it: null if it is infinite or not a number."""
     return value if math.isfinite(value) else None
 
 

@@ -1,6 +1,6 @@
-"""Measures each server with the other ones stopped, so that what an idle server takes from them shows.
+"""Measures each server with the others stopped, so that it shows how much an idle server takes from them.
 
-An idle server should take nothing. One that computes, or keeps a GPU busy, slows the one that is measured.
+An idle server should take nothing. A server that computes, or keeps a GPU busy, slows the measured one.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ IDLE_S = 1.2
 def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
     """Blocks at the largest M with the other server stopped; None if a server cannot be stopped from here.
 
-    gpus: those that the servers run on; empty on a CPU
+    gpus: the servers' GPUs; empty on a CPU
     """
     level = MeasuredM(max(servers.workload.ms))
     if not measure_alone(servers, level, BLOCKS):
@@ -39,7 +39,7 @@ def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
 
 
 def measure_alone(servers: Servers, alone: MeasuredM, blocks: int) -> bool:
-    """Add blocks to `alone`; false if a request failed, or a server cannot be stopped from here."""
+    """Add blocks to `alone`; false if a request failed, or a server cannot be stopped by this process."""
     endpoints = [servers.artifact, servers.baseline]
     endpoints += [] if servers.rival is None else [servers.rival.endpoint]
     for _ in range(blocks):
@@ -68,7 +68,7 @@ def _cores_of(server: Endpoint) -> ServerCores | None:
 
 
 def usable_cores() -> int:
-    """That this process and the servers that it starts may run on."""
+    """The cores that this process and the servers that it starts may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,7 +1,7 @@
-"""Looks at a server before and after a load: what it still holds at rest, and whether it became slower.
+"""Examines a server before and after a load: what it holds at rest, and whether it became slower.
 
-A burst of tiny requests shows what grows or breaks with the number of requests. Then the smallest M is
-measured once more. `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
+A burst of tiny requests shows faults that grow with the number of requests. Then the smallest M is measured
+once more. `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
 """
 
 import time
@@ -54,7 +54,7 @@ KEPT_ERRORS = 20
 
 @dataclass(frozen=True)
 class Sides:
-    """The servers to look at, and what they are sent."""
+    """The servers to examine, and the requests for them."""
 
     artifact: Endpoint
     baseline: Endpoint | None
@@ -67,15 +67,15 @@ class Sides:
 
 
 def look_before(endpoint: Endpoint) -> Rest:
-    """What `endpoint` shows at rest, before a load."""
+    """The figures of `endpoint` at rest, before a load."""
     return _at_rest(endpoint, PATIENCE_S + endpoint.metrics_renewal_s)
 
 
 def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, requests: int) -> AtRestFigures:
     """Send a burst and the smallest M again, then look at the artifact's server at rest.
 
-    measured: the blocks; the first repeats at the smallest M are what the last ones are compared with
-    before: of `look_before`; requests: that the artifact's server was sent since then
+    measured: the blocks; the last repeats are compared with the first ones at the smallest M before: from
+    `look_before`; requests: that the artifact's server was sent since then
     """
     artifact, baseline = sides.artifact, sides.baseline
     for endpoint in (artifact, baseline):
@@ -133,7 +133,7 @@ class _Burst:
                 self.baseline_parts.append(self._part(baseline, baseline_size, baseline_s))
 
     def _send_between(self, requests: int) -> None:
-        """None if a server takes one prompt a request alone."""
+        """None if a server accepts only one prompt per request."""
         artifact, text = self._sides.artifact, self._sides.text
         if requests < PROMPTS_EACH:
             return
@@ -156,7 +156,7 @@ class _Burst:
         return max(first.requests, 1) / max(first.seconds, 1e-9)
 
     def _part(self, endpoint: Endpoint, requests: int, seconds: float) -> BurstPart:
-        """One that is cut short if it takes more than twice as long as expected."""
+        """A part of the burst, which is cut short if it takes more than twice as long as expected."""
         self._seed += 1
         kinds = self._sides.kinds
         result = send_burst(endpoint, self._sides.text, self._seed, requests, 2 * seconds, kinds)
@@ -201,9 +201,9 @@ def _throughputs(repeats: Sequence[Repeat]) -> tuple[float, ...]:
 
 
 def _at_rest(endpoint: Endpoint, patience: float, kv_cache_usage: float | None = None) -> Rest:
-    """The server's figures once it is at rest, or after so many seconds in which it did not get there.
+    """The server's figures once it is at rest, or after a time limit.
 
-    kv_cache_usage: what it may hold at rest; None if that is not known
+    kv_cache_usage: the usage allowed at rest; None if that is not known
     """
     deadline = time.monotonic() + patience
     while True:

@@ -1,4 +1,4 @@
-"""The gate: collects from two running servers what they report, what they write and how fast they are.
+"""The gate: collects from two running servers their own figures, their texts and their speed.
 
 It knows nothing of checkpoints. `interleaving.py` measures the speed, `judge.py` draws the conclusions.
 """
@@ -54,7 +54,7 @@ WATCHED_S = 5.0
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What the servers showed in one run: their part of the evidence."""
+    """The figures of one run's servers: their part of the evidence."""
 
     canary: list[Continuation]
     baseline_canary: list[Continuation]
@@ -86,7 +86,7 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class GateRun:
-    """What a gate run is given besides its servers."""
+    """The arguments of a gate run besides its servers."""
 
     workload: WorkloadSettings
     bounds: Bounds
@@ -184,9 +184,9 @@ def _require_capacity(
 def _canary_texts(
     artifact: Endpoint, baseline: Endpoint, said: dict[str, float], run: GateRun
 ) -> tuple[list[Continuation], list[Continuation]]:
-    """Of the artifact's server, and of the baseline's, which writes first: its time sets the deadline.
+    """The texts of the artifact's server and of the baseline's, which goes first: its time sets the deadline.
 
-    said: the artifact's metrics before. UserError if its server counts the baseline's tokens.
+    said: the artifact's metrics before UserError if its server counts the baseline's tokens.
     """
     prompts = canary_prompts(run.text)
     started = time.perf_counter()
@@ -203,7 +203,7 @@ def serve_together(
     """Load both servers at once if the artifact's stalls may be the machine's, or if it served too briefly to
     show stalls; None if neither holds.
 
-    It ends after a while without a stall of the artifact alone, or once there are enough to fail.
+    It ends after a while in which the artifact alone did not stall, or once there are enough stalls to fail.
     """
     blocks = () if in_use is None else in_use.figures.blocks
     in_doubt = m_in_doubt(measured, run.bounds, blocks)
@@ -239,7 +239,7 @@ def serve_together(
 
 
 def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> RunFigures:
-    """As `serve_and_measure`, with one server up at a time.
+    """Like `serve_and_measure`, with one server up at a time.
 
     sides: `artifact`, `baseline` and perhaps `rival`
     """
@@ -298,7 +298,9 @@ def _in_use_in_turns(
     source: RequestSource,
     canary: Sequence[Continuation],
 ) -> tuple[ServedLoad, AtRestFigures]:
-    """All blocks of a load as in use to the baseline's server, then all to the artifact's, both warmed up."""
+    """All blocks of a load as in use to the baseline's server, then all to the artifact's, both after a
+    warm-up.
+    """
     ms = [level.m for level in measured]
     with run.clock.stage("load as in use"):
         baseline, _ = turns.take(BASELINE, ms)

@@ -53,7 +53,7 @@ SEED_OF_BLOCKS = 700_000
 
 @dataclass(frozen=True)
 class ServedLoad:
-    """What a stage as in use showed, before its answers are held to logits."""
+    """The figures of a load as in use, before its answers are compared with logits."""
 
     figures: FiguresInUse
     answers: tuple[ServedInUse, ...]
@@ -61,13 +61,13 @@ class ServedLoad:
 
     @property
     def requests(self) -> int:
-        """That the artifact's server was sent."""
+        """The number of requests that were sent to the artifact's server."""
         return sum(block.requests for block in self.figures.blocks if block.artifact is not None)
 
 
 @dataclass(frozen=True)
 class LoadInUse:
-    """The plan of the blocks, and what they are read with."""
+    """The plan of the blocks, and the figures that are read with them."""
 
     blocks: tuple[tuple[PlannedRequest, ...], ...]
     unknown: tuple[str, ...]
@@ -76,7 +76,7 @@ class LoadInUse:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """That the servers were asked for."""
+        """The kinds that were requested from the servers."""
         return frozenset(request.kind for requests in self.blocks for request in requests)
 
     def serve(self, artifact: Endpoint, baseline: Endpoint) -> ServedLoad:
@@ -95,7 +95,7 @@ class LoadInUse:
         return self.served(sides[artifact], sides[baseline])
 
     def serve_one(self, endpoint: Endpoint) -> list[OpenLoopResult]:
-        """All blocks to one server, where only one is up at a time; the first failed request ends them."""
+        """Send all blocks to one server, if only one is up at a time; the first failed request ends them."""
         results: list[OpenLoopResult] = []
         for requests in self.blocks:
             results.append(run_open_loop(endpoint, requests, FIRST_DEADLINE_S))
@@ -104,7 +104,7 @@ class LoadInUse:
         return results
 
     def served(self, artifact: Sequence[OpenLoopResult], baseline: Sequence[OpenLoopResult]) -> ServedLoad:
-        """What both sides' blocks showed, oldest first."""
+        """The figures of both sides' blocks, oldest first."""
         blocks = [
             BlockInUse(len(requests), self._side(artifact, index), self._side(baseline, index))
             for index, requests in enumerate(self.blocks)
@@ -122,7 +122,7 @@ class LoadInUse:
 
 @dataclass(frozen=True)
 class RequestSource:
-    """What requests are made from besides the text, where a load as in use is sent."""
+    """The sources of requests besides the text, if a load as in use is sent."""
 
     context: int
     """Tokens that a request may have on both servers."""
@@ -141,9 +141,8 @@ def plan_load(
 ) -> LoadInUse:
     """Blocks of requests that come as fast as the baseline's repeats say.
 
-    servers: those that are up, which are asked what they take
-    text: token ids that prompts are cut from
-    canary: the artifact's greedy texts, from which stop strings are taken
+    servers: the running ones, which are asked what kinds they accept text: token ids that prompts are cut
+    from canary: the artifact's greedy texts, from which stop strings are taken
     """
     has_template = source.conversations is not None
     taken = [kinds_taken(side, source.end_token, has_template) for side in servers]

@@ -134,7 +134,7 @@ def _decide_in_groups(
 
 
 def _estimate(measured: Sequence[MeasuredM], test: SequentialTest) -> str:
-    """How long the blocks will take, from the speeds of the warm-up."""
+    """An estimate of the blocks' time, from the speeds of the warm-up."""
     warmed = [repeat for level in measured for block in level.warmups[-1:] for repeat in block.repeats]
     first = [max(repeat.ttfts, default=0.0) for repeat in warmed]
     in_a_round = sum(
@@ -168,7 +168,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers to measure, and what they are sent."""
+    """The servers to measure, and the requests for them."""
 
     artifact: Endpoint
     baseline: Endpoint
@@ -230,7 +230,9 @@ class Servers:
 
 
 def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:
-    """One repeat at M; artifact and baseline repeats of the same `seed` send the same prompts."""
+    """The requests of one repeat at M; artifact and baseline repeats of the same `seed` send the same
+    prompts.
+    """
     request = workload.at(m)
     return WorkloadSpec(
         m=m,

@@ -42,7 +42,7 @@ from ..settings import Bounds, WorkloadSettings
 
 @dataclass(frozen=True)
 class Judgement:
-    """What follows from the evidence."""
+    """The result that follows from the evidence."""
 
     status: Status
     checks: tuple[CheckResult, ...]
@@ -50,7 +50,7 @@ class Judgement:
 
 
 def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
-    """Every check, in the order in which they are shown; each is a pure function of what it is given here."""
+    """Every check, in the order in which they are shown; each is a pure function of its arguments."""
     curve = curve_of(evidence.measured, workload, bounds)
     in_turns = all(took_turns(level) for level in evidence.measured)
     broken_off = next(
@@ -103,7 +103,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
 
 
 def _checks_in_use(evidence: Evidence, bounds: Bounds) -> list[CheckResult]:
-    """Of a load as in use, and of the servers at rest after it; none where it was not sent."""
+    """The checks of a load as in use, and of the servers at rest after it; none if it was not sent."""
     if evidence.in_use is None or evidence.at_rest is None:
         return []
     answers = evidence.in_use.answers

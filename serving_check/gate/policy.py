@@ -1,4 +1,5 @@
-"""The release policy: the least that a verdict must rest on to be published, and what of it a recipe lowers.
+"""The release policy: the minimum that a verdict must rest on to be published, and the parts that a recipe
+may lower.
 
 A run that is weaker than this is exploratory: its verdict is shown and kept, and `push` refuses it. A recipe
 may lower a bound openly; card and verdict then say so in their first lines.
@@ -50,12 +51,12 @@ def declarable() -> list[str]:
 
 
 def declared_by(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """What a recipe sets of the bounds and of the policy. UserError if that is no number."""
+    """The bounds and policy settings that a recipe sets. UserError if that is no number."""
     return {name: checked_bound(name, recipe[name]) for name in declarable() if recipe.get(name) is not None}
 
 
 def lowered(declared: Declared) -> list[str]:
-    """What a recipe lowers, one line each: `throughput floor 0.8 (the policy says 0.93)`."""
+    """The settings that a recipe lowers, one line each: `throughput floor 0.8 (the policy says 0.93)`."""
     return [
         f"{_words(name)} {value:g} (the policy says {_default(name):g})"
         for name, value in declared.items()
@@ -75,7 +76,8 @@ def weaker_settings(
     declared: Declared,
     kv_cache_dtype: str | None,
 ) -> list[str]:
-    """What is weaker than the policy, as the recipe lowers it, and known before anything is measured.
+    """The settings that are weaker than the policy, as the recipe lowers it, known before anything is
+    measured.
 
     kv_cache_dtype: how the artifact's keys and values are stored; None if that is not known
     """
@@ -168,7 +170,7 @@ def _words(name: str) -> str:
 
 
 def unlike_options(environment: Environment) -> list[str]:
-    """The options that the two servers were started with differently, but for those of an artifact alone.
+    """The options in which the starts of the two servers differ, except those that apply to an artifact only.
 
     Empty for two kinds of engine, and if a server was running already: its options are not known.
     """
@@ -189,7 +191,7 @@ def unlike_options(environment: Environment) -> list[str]:
 
 
 def first_lines_of(verdict: Verdict) -> list[str]:
-    """What a verdict and its card say before anything else; empty if there is nothing of the kind."""
+    """The first lines of a verdict and its card; empty if there is nothing to say first."""
     return first_lines(
         verdict.exploratory,
         verdict.declared,
@@ -206,7 +208,7 @@ def first_lines(
     unlike: Sequence[str] = (),
     stored_as: str | None = None,
 ) -> list[str]:
-    """What a verdict and a card say before anything else; empty if all was judged, by the policy as it is.
+    """The first lines of a verdict and a card; empty if everything was judged by the unchanged policy.
 
     other_inputs: what the model takes besides text
     unlike: the options that the servers do not share, as `unlike_options` finds them

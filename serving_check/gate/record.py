@@ -1,4 +1,4 @@
-"""Reads a verdict back and judges it again from its raw figures, to find what does not follow from them.
+"""Reads a verdict back and judges it again from its raw figures, to find contradictions.
 
 This detects edits, not forgeries: only a signature protects against made-up raw figures.
 """
@@ -39,7 +39,7 @@ def judged_again(verdict: Verdict) -> Verdict:
 
 
 def parse_verdict(path: Path) -> Verdict:
-    """The verdict as the file has it. UserError if the file is absent, not JSON, or not a verdict."""
+    """The verdict as it is in the file. UserError if the file is absent, not JSON, or not a verdict."""
     if not path.exists():
         raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first")
     value = read_json_object(path, advice="validate again")
@@ -57,7 +57,7 @@ def parse_verdict(path: Path) -> Verdict:
 
 
 def contradictions(verdict: Verdict) -> list[str]:
-    """What in a verdict does not follow from its raw figures, a line for each contradiction.
+    """Statements of a verdict that do not follow from its raw figures, a line for each contradiction.
 
     The words of a check may differ if another version of Scalegate wrote them; its figures may not.
     """

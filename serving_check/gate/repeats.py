@@ -77,7 +77,7 @@ class Repeats:
         )
 
     def _idle_processes(self, endpoint: Endpoint) -> list[int]:
-        """Of the other server, artifact's or baseline's, if it was started here."""
+        """The processes of the other server, artifact's or baseline's, if it was started here."""
         sides = [side for side in (self.artifact, self.baseline) if side is not None]
         if (now := time.monotonic()) > self._looked_for + LOOKED_FOR_EVERY_S:
             self._processes = {side.base_url: side.processes() for side in sides}
@@ -88,12 +88,16 @@ class Repeats:
         return [pid for other in others for pid in self._processes.get(other.base_url, ())]
 
     def _others_time(self) -> CoresTime | None:
-        """Of the servers' cores, without what the servers and this driver use; None if it is not known."""
+        """The time of the servers' cores that neither the servers nor this driver use; None if it is not
+        known.
+        """
         passed = cores_time(usable_by(self._own)) if self._own else None
         return passed and CoresTime(passed.busy - cpu_seconds(self._own), passed.stolen)
 
     def _deadline(self, spec: WorkloadSpec) -> float:
-        """Seconds for a request; the spec's own until the baseline was measured at this M or a lower one."""
+        """The time limit of a request; the spec's own until the baseline was measured at this M or a lower
+        one.
+        """
         known = [m for m in self._slowest if m <= spec.m]
         if not known:
             return spec.request_timeout

@@ -42,7 +42,7 @@ def require_groups(workload: WorkloadSettings) -> None:
 
 
 def announce(seconds: float, groups: SequentialTest, clock: StageClock) -> None:
-    """Say how long the turns will take; a warning, with what makes them shorter, where that is long.
+    """Print how long the turns will take; a warning with ways to shorten them, if that is long.
 
     seconds: that the first group took
     """
@@ -64,7 +64,7 @@ def announce(seconds: float, groups: SequentialTest, clock: StageClock) -> None:
 
 @dataclass
 class Turns:
-    """The sides, and what they are sent."""
+    """The sides, and the requests for them."""
 
     servers: TakingTurns
     sides: Sequence[str]
@@ -111,7 +111,7 @@ class Turns:
         return measured
 
     def has_failed(self, measured: Sequence[MeasuredM]) -> bool:
-        """Whether a request failed, or an M."""
+        """Whether a request or an M failed."""
         return any(block.errors for level in measured for block in level.blocks) or any(
             decision.status == "fail" for decision in self._decisions(measured)
         )
@@ -130,7 +130,7 @@ class Turns:
         ]
 
     def _turn(self, side: str, due: Sequence[MeasuredM], blocks: dict[int, list[Block]]) -> bool:
-        """One side's repeats of a group; false if a request failed."""
+        """Runs one side's repeats of a group; false if a request failed."""
         endpoint, failed = self.take(side, [level.m for level in due])
         if failed is not None:
             _of(side, blocks[failed.m][0]).append(failed.repeat)
@@ -149,8 +149,8 @@ class Turns:
         return True
 
     def take(self, side: str, ms: Sequence[int]) -> tuple[Endpoint, "FailedWarmUp | None"]:
-        """That side's server, warmed up at these Ms if it was started for this turn, and the first repeat of
-        the warm-up that failed."""
+        """Start that side's server if it is not up, with a warm-up at these Ms; returns its endpoint, and the
+        first repeat of the warm-up that failed."""
         fresh = self.servers.up != side
         endpoint = self.servers.take(side)
         if side not in self._met:

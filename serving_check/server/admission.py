@@ -1,6 +1,7 @@
-"""What is checked before anything is parsed: the API key, then the size, then the body itself, all bounded.
+"""Checks before anything is parsed: the API key, then the size, then the body itself, all bounded.
 
-An ASGI middleware. What it refuses has cost no more than its headers and at most one body's length of bytes.
+An ASGI middleware. A refused request has cost no more than its headers and at most one body's length of
+bytes.
 """
 
 import asyncio

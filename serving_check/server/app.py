@@ -1,6 +1,6 @@
-"""The HTTP routes: OpenAI's completions and chat over one engine, and what an operator asks.
+"""The HTTP routes: OpenAI's completions and chat over one engine, and an operator's endpoints.
 
-Not for starting anything: `run.py` does.
+Not for starting anything: `run.py`.
 """
 
 import asyncio
@@ -271,7 +271,7 @@ async def stream(
     api: Api,
     options: StreamOptions,
 ) -> AsyncIterator[bytes]:
-    """Server-sent events, one for each sequence with new tokens; all that is ready goes in one write."""
+    """Server-sent events, one for each sequence with new tokens; all ready ones are written at once."""
     head = {**api.head, "object": api.chunk_object}
     encoded_head = ENCODE(head)
 

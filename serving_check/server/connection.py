@@ -1,6 +1,6 @@
 """uvicorn's HTTP connection, with the limits it lacks: on headers, on unread answers, on how many there are.
 
-Nothing here runs for a token: timers stand only while a client is slow.
+Nothing here runs per token: timers exist only while a client is slow.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ SPARE_FILES = 256
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """One connection; closed when it takes too long over a request's headers, or leaves an answer unread."""
+    """One connection; closed if it takes too long over a request's headers, or leaves an answer unread."""
 
     def __init__(self, limits: ServerLimits, **uvicorns: Any):
         super().__init__(**uvicorns)
@@ -95,7 +95,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._refuse(ApiError(message, status=408, code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Below HTTP's state machine, which is in the middle of a request."""
+        """Done below HTTP's state machine, which is in the middle of a request."""
         body = bytes(error.response().body)
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, REASONS[error.status])
         head += b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -104,7 +104,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def allow_open_files(connections: int) -> None:
-    """Let this process have as many descriptors as its connections need, where the system allows it."""
+    """Allow this process as many descriptors as its connections need, if the system permits it."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

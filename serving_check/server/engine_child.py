@@ -1,7 +1,7 @@
 """The engine's own process: builds the engine, steps it, and talks over one pipe, without HTTP or text.
 
-A process of its own because tokenizing, detokenizing and writing to sockets would hold the interpreter lock
-that the next step needs.
+It is a separate process because tokenizing, detokenizing and writing to sockets would hold the interpreter
+lock that the next step needs.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ STATS_INTERVAL = 0.05
 
 
 class SteppedEngine(Protocol):
-    """What this process needs of an engine."""
+    """The methods of an engine that this process uses."""
 
     max_model_len: int
     vocab_size: int
@@ -99,7 +99,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StepFailure:
-    """A step failed, and these requests are to blame; the engine goes on without them."""
+    """A step failed because of these requests; the engine continues without them."""
 
     request_ids: list[str]
     message: str
@@ -118,14 +118,14 @@ a busy server sends 20,000 a second."""
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step gave, and now and then the engine's counters."""
+    """The results of one step, and sometimes the engine's counters."""
 
     outputs: list[Output]
     stats: EngineStats | None
 
 
 def run_engine(connection: Connection, describe: Describe, factory: EngineFactory) -> None:
-    """The process's main function. Ends when the other end of the pipe is closed, whoever closed it."""
+    """The process's main function. Ends when either process closes the other end of the pipe."""
     # The terminal's Ctrl-C and a container's SIGTERM reach the whole group; the parent drains, then closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -31,7 +31,9 @@ JOIN_SECONDS = 10.0
 
 @dataclass
 class NewTokens:
-    """One sequence's tokens since its reader last took them: of one step, or of several where it was slow."""
+    """One sequence's tokens since its reader last took them: from one step, or from several if the reader was
+    slow.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -40,9 +42,9 @@ class NewTokens:
 
 
 class Mailbox:
-    """New tokens of all sequences of one HTTP request; one reader, which takes all there are at once.
+    """New tokens of all sequences of one HTTP request; its one reader takes all of them at once.
 
-    Taking all at once is what lets a slow reader catch up: it then writes fewer, longer chunks.
+    So a slow reader can catch up: it then writes fewer, longer chunks.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class Mailbox:
 
 @dataclass
 class _Sequence:
-    """A running sequence: where its tokens go, and the clock readings its metrics need."""
+    """A running sequence: the reader of its tokens, and the clock readings for its metrics."""
 
     mailbox: Mailbox
     index: int
@@ -115,7 +117,7 @@ class EngineClient:
         return self._process.pid
 
     def wait_until_described(self) -> ModelDescription:
-        """Block until it is known what is served; the engine then loads it. UserError if unreadable."""
+        """Block until the served model is known; the engine then loads it. UserError if unreadable."""
         description: ModelDescription = self._next_message()
         return description
 
@@ -142,7 +144,7 @@ class EngineClient:
         return message
 
     def listen(self) -> None:
-        """Deliver what the engine sends, from now on, in the running event loop."""
+        """From now on, deliver the engine's messages in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection.fileno(), self._receive)
         # uvloop makes what it listens on non-blocking, where a full pipe and half a message are errors.
@@ -158,13 +160,13 @@ class EngineClient:
         self._send(Add(request_id, prompt, params))
 
     def abort(self, request_id: str) -> None:
-        """Stop one sequence and free its pages; nothing where it has ended already."""
+        """Stop one sequence and free its pages; does nothing if it has ended already."""
         if self._sequences.pop(request_id, None) is not None:
             self._metrics.finished("abort")
             self._send(Abort(request_id))
 
     def close(self) -> None:
-        """End the engine's process; what it still runs is lost."""
+        """End the engine's process; its running requests are lost."""
         self.closing = True
         if self._loop is not None and self.dead is None:
             self._loop.remove_reader(self._connection.fileno())

@@ -12,7 +12,7 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
-    """An answer other than success; raised anywhere while a request is handled."""
+    """An answer other than success; raised anywhere in the handling of a request."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that pydantic found wrong, said in one line."""
+    """pydantic's first error, in one line."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":

@@ -1,9 +1,9 @@
 """A server's engine and tokenizer in processes of their own, forked from one that has imported torch already.
 
-Importing torch and the models' library takes over three CPU seconds, which the processes of every server pay,
-and a verdict starts two servers. While `fork_server` is open, servers started below this process have it
-fork theirs; without it, and where their environment is another one, they are spawned.
-Not for GPUs, whose driver does not survive a fork.
+Importing torch and the models' library takes over three CPU seconds in each process of a server, and a
+verdict starts two servers. While `fork_server` is open, servers started below this process have it fork their
+processes; without it, and if their environment differs, they are spawned.
+Not for GPUs, since a GPU's driver does not survive a fork.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is forked for, and the surroundings that it would have been spawned in."""
+    """The purpose of a forked process, and the surroundings that a spawned one would have."""
 
     environment: dict[str, str]
     cores: set[int]
@@ -153,7 +153,7 @@ class Request:
 
 
 def _fork(address: str, theirs: Connection, main: Main, arguments: Sequence[Any]) -> Process | None:
-    """None if nobody listens at `address`, or what listens there would make another process of it."""
+    """None if nobody listens at `address`, or if the process there would be forked in other surroundings."""
     job = pickle.dumps((main, arguments))
     if b"__main__" in job:
         return None
@@ -216,7 +216,7 @@ class ForkServer:
             os.close(descriptor)
 
     def _watch(self, pid: int, channel: socket.socket) -> None:
-        """Tell the client how its process ended; end it where the client has."""
+        """Tell the client how its process ended; end the process if the client has gone."""
         pidfd = os.pidfd_open(pid)
 
         def ended() -> None:

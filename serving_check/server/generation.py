@@ -1,4 +1,4 @@
-"""One HTTP request's sequences on their way from engine tokens to text, and their end, however it comes.
+"""One HTTP request's sequences on their way from engine tokens to text, and their end.
 
 Not for JSON: that is `responses.py`.
 """
@@ -15,7 +15,7 @@ from .text import IncrementalDecoder, StopStrings
 
 @dataclass(frozen=True)
 class Delta:
-    """What one sequence gained: some tokens, the text that became certain with them, perhaps its end."""
+    """The news of one sequence: some tokens, the text that became certain with them, perhaps its end."""
 
     index: int
     text: str
@@ -56,7 +56,9 @@ class Generation:
         return sum(text.tokens for text in self._texts)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Submit, then yield what came until all have ended. Left early, it aborts whatever still runs."""
+        """Submit the sequences, then yield their news until all have ended. If it is left early, it aborts
+        the sequences that still run.
+        """
         try:
             for index, request_id in enumerate(self._ids):
                 self._engine.submit(
@@ -88,7 +90,7 @@ class SequenceText:
     def __init__(
         self, tokenizer: Any | None, stop: Sequence[str], min_tokens: int, skip_special_tokens: bool
     ):
-        """min_tokens: before so many, no stop string ends it"""
+        """min_tokens: before this many tokens, no stop string ends the text"""
         self.tokens = 0
         self._min_tokens = min_tokens
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
@@ -127,7 +129,7 @@ class SequenceText:
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
-    """The same settings for the n-th sequence of a prompt, with a seed of its own."""
+    """The request's settings for the n-th sequence of a prompt, with its own seed."""
     if params.seed is None or index == 0:
         return params
     return dataclasses.replace(params, seed=(params.seed + index) & (2**63 - 1))

@@ -1,4 +1,4 @@
-"""What one client may cost the server, as options: `pipeline serve` takes them from here."""
+"""Limits for each client, as options: `pipeline serve` takes them from here."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds that are checked before the work they bound. UserError if a value is none it can have."""
+    """Bounds that are checked before the work they bound. UserError if a value is not allowed."""
 
     max_body_mib: int = option(4, "Largest request body, in MiB; a larger one is answered 413.", minimum=1)
     max_prompts: int = option(

@@ -1,4 +1,4 @@
-"""What `/metrics` says, under vLLM's Prometheus names; ours only where vLLM has none.
+"""The contents of `/metrics`, under vLLM's Prometheus names; our own names only if vLLM has none.
 
 Counted in plain numbers and turned into Prometheus' objects when somebody looks: a lock and a label look-up
 for every token would be felt at 20,000 tokens a second.
@@ -65,7 +65,7 @@ class Histogram:
 
 
 class Metrics:
-    """The numbers of one server."""
+    """The figures of one server."""
 
     def __init__(self) -> None:
         self.model_name = ""
@@ -157,7 +157,7 @@ class Metrics:
             )
 
     def _fixed(self) -> Iterator[Metric]:
-        """What does not change while the server lives."""
+        """The facts that do not change while the server lives."""
         if self.capacity is None:
             return
         yield self._gauge(

@@ -1,6 +1,6 @@
-"""What a checkpoint says of itself besides its weights, as the engine's process tells the API's.
+"""The description of a checkpoint besides its weights, sent from the engine's process to the API's.
 
-A file of its own because the engine's process needs nothing of HTTP.
+In its own file because the engine's process needs nothing of HTTP.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a request gets where it says nothing, from `generation_config.json` as vLLM reads it."""
+    """The defaults of a request, from `generation_config.json` as vLLM reads it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,7 +42,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a checkpoint says of itself besides its weights."""
+    """The description of a checkpoint besides its weights."""
 
     tokenizer: Any | None
     """A transformers tokenizer; None serves token ids only."""

@@ -1,7 +1,7 @@
-"""Fields of OpenAI's and vLLM's requests that this server has no use for, and values that ask for nothing.
+"""Fields of OpenAI's and vLLM's requests that this server does not support, and their neutral values.
 
-Clients send many of them always. Those without an effect on answers may hold anything; any other with a value
-that would change an answer is refused, because a parameter that is silently ignored gives wrong results.
+Clients send many of them always. Fields without an effect on answers may hold anything. Any other field is
+refused if its value would change an answer, because a silently ignored parameter gives wrong results.
 """
 
 import re
@@ -79,9 +79,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-    """`body` without nulls and known fields that ask for nothing.
+    """`body` without nulls and without known fields that have neutral values.
 
-    PydanticCustomError where one of them asks for something.
+    PydanticCustomError if one of them has another value.
 
     own: fields that the server has itself
     """
@@ -106,7 +106,7 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 
 
 def lenient_schema(schema: dict[str, Any]) -> None:
-    """Add to the JSON schema of a request that null is as good as nothing, and the fields of this file."""
+    """Add this file's fields to the JSON schema of a request, and allow null everywhere."""
     properties, required = schema["properties"], schema.get("required", [])
     for name, own in properties.items():
         if name not in required and {"type": "null"} not in own.get("anyOf", []):
@@ -125,7 +125,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def headers(self, unknown: Iterable[str]) -> dict[str, str]:
-        """The header of an answer to a request with these fields; none where there are none."""
+        """The header of an answer to a request with these fields; none if there are none."""
         names = sorted(name if SAFE_NAME.fullmatch(name) else "?" for name in unknown)
         if not names:
             return {}

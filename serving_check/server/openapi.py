@@ -1,4 +1,4 @@
-"""What `/openapi.json` says: every status that a route can answer with, and what its answer is made of.
+"""The contents of `/openapi.json`: every status that a route can answer with, and the schema of its answer.
 
 Not for checking requests; the models in `schema.py` do, and their JSON schemas are shown as they are.
 """

@@ -28,7 +28,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def choice_event(head: str, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-    """`event` of a chunk with one choice; `head` is what all chunks of a stream begin with, encoded once."""
+    """`event` of a chunk with one choice; `head` is the beginning of all chunks of a stream, encoded once."""
     rest = "".join(f",{ENCODE(key)}:{ENCODE(value)}" for key, value in more.items())
     return f'data: {head[:-1]},"choices":[{ENCODE(choice)}]{rest}}}\n\n'.encode()
 
@@ -55,7 +55,7 @@ class TokenTexts:
 
 @dataclass
 class Choice:
-    """One sequence, collected for an answer in one piece."""
+    """One sequence, collected for an unstreamed answer."""
 
     index: int
     text: str = ""
@@ -87,7 +87,7 @@ class Completions:
         prompts: Sequence[list[int]],
         echo: Sequence[str] | None,
     ):
-        """prompts: each sequence's; echo: their texts, where they are shown"""
+        """prompts: each sequence's; echo: their texts, if they are shown"""
         self.head = {"id": request_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._asked = asked
@@ -98,7 +98,7 @@ class Completions:
         """Characters of each sequence's text before the next token."""
 
     def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Choices of a stream before its first token, and what stands beside each."""
+        """Choices of a stream before its first token, and the fields beside each."""
         return []
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Completions:
     def _logprobs_of(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any] | None:
-        """logprobs: None for a prompt's first token, which nothing foretells"""
+        """logprobs: None for a prompt's first token, which nothing predicts"""
         if self._asked.logprobs is None:
             return None
         tokens = [self._texts[token] for token in token_ids]
@@ -150,7 +150,7 @@ class Completions:
 def whole_extra(
     choice: Choice, prompt: list[int], asked: CompletionRequest | ChatCompletionRequest, texts: TokenTexts
 ) -> dict[str, Any]:
-    """vLLM's fields of a choice, where they are asked for."""
+    """vLLM's fields of a choice, if the request asks for them."""
     extra: dict[str, Any] = {}
     if asked.return_token_ids:
         extra |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt}
@@ -162,7 +162,7 @@ def whole_extra(
 
 
 def _prompt_entry(token: int, entry: TokenLogprobs, count: int, texts: TokenTexts) -> dict[str, Any]:
-    """By token id: the most likely ones, and the one that is there."""
+    """Log-probabilities by token id: of the most likely tokens, and of the token itself."""
     found = [(other, logprob, rank) for rank, (other, logprob) in enumerate(entry.top[:count], 1)]
     if token not in (other for other, _, _ in found):
         found.append((token, entry.logprob, entry.rank or 0))
@@ -187,7 +187,7 @@ class ChatCompletions:
         prompts: Sequence[list[int]],
         tools: ToolFormat | None,
     ):
-        """prompts: each sequence's. tools: how calls are written, where any may come"""
+        """prompts: each sequence's. tools: the form of calls, if calls are allowed"""
         self.head = {"id": request_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._asked = asked
@@ -196,7 +196,7 @@ class ChatCompletions:
         self._parsers = [] if tools is None else [ToolParser(tools, asked.must_call, most) for _ in prompts]
 
     def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The role comes in a chunk of its own, before any text, and with it the prompt's ids, as in vLLM."""
+        """The role comes in its own chunk, before any text, together with the prompt's ids, as in vLLM."""
         delta = {"role": "assistant", "content": ""}
         return [
             (
@@ -240,7 +240,7 @@ class ChatCompletions:
         return {**whole, **whole_extra(choice, self._prompts[choice.index], self._asked, self._texts)}
 
     def _parsed(self, new: Delta | Choice) -> tuple[str, list[ToolCall]]:
-        """The text and the calls of what is new; all that is left of them at the end."""
+        """The new text and the new calls; at the end, all that is left of them."""
         parser = self._parsers[new.index]
         text, calls = parser.feed(new.text)
         if new.finish_reason is not None:

@@ -1,4 +1,6 @@
-"""Starting and ending the server: the port first, then the engine's process, then HTTP until told to stop."""
+"""Starting and ending the server: first the port, then the engine's process, then HTTP until it is told to
+stop.
+"""
 
 import functools
 import gc
@@ -30,7 +32,7 @@ INTERRUPTED = 130
 
 
 class EngineDied(RuntimeError):
-    """The server has ended because its engine did; whoever supervises it starts it again."""
+    """The server has ended because its engine did; a supervisor can start it again."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended.
 
-    EngineDied where that ended first: its requests have had their 503, and there is nothing left to serve.
+    EngineDied if the engine ended first: its requests were answered 503, and nothing is left to serve.
     """
     with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
@@ -102,7 +104,7 @@ def run_server(
 
 
 def _processes(engine: EngineClient, workers: TextWorkers | None) -> dict[str, list[int]]:
-    """The ids of the server's processes, by what they do."""
+    """The ids of the server's processes, by their task."""
     return {
         "server": [os.getpid()],
         "engine": [] if engine.pid is None else [engine.pid],

@@ -1,6 +1,6 @@
 """The two generation requests as pydantic models: every parameter the server honours.
 
-What else clients send is in `neutral_fields.py`; fields that nobody knows are kept, to be named.
+`neutral_fields.py` has further fields of clients; unknown fields are kept, so that they can be named.
 """
 
 import json
@@ -58,7 +58,9 @@ RESERVED_FOR_TEMPLATES = frozenset(
 
 
 class StopAtFirstError(FailFast):
-    """Of a list: a body of a million wrong items must not become a million errors. Hashable, for unions."""
+    """A list that is checked only up to its first error: a body of a million wrong items must not become a
+    million errors. Hashable, for unions.
+    """
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
@@ -82,7 +84,7 @@ Prompt = str | TokenIds | list[str] | list[TokenIds]
 
 
 def _kind_of_prompt(prompt: object) -> str:
-    """By its first item alone, so that a long list is checked once and not in every way."""
+    """The kind of a prompt by its first item, so that a long list is checked for one kind only."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else None
@@ -117,7 +119,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What the two APIs have in common. None means the model's own default; null is as good as nothing."""
+    """The common part of the two APIs. None means the model's own default; null means None."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=lenient_schema
@@ -198,13 +200,13 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """Of the prompt's tokens; echo shows them as well."""
+        """The number of log-probabilities for the prompt's tokens; echo shows them as well."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in wanted if count is not None), default=None)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, also of a request that has sent one alone."""
+        """The prompts, as a list even if there is only one."""
         is_single = isinstance(self.prompt, str) or not isinstance(self.prompt[0], str | list)
         return [self.prompt] if is_single else self.prompt  # type: ignore[list-item, return-value]
 
@@ -225,7 +227,7 @@ class TextPart(Strict):
     @model_validator(mode="before")
     @classmethod
     def refuse_other_kinds(cls, part: Any) -> Any:
-        """By name, since clients of image-text models send images and audio."""
+        """Refused by name, since clients of image-text models send images and audio."""
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise ValueError(f"this server reads text only; leave out the part of type {kind[:64]!r}")
@@ -240,7 +242,7 @@ Content = Annotated[
 
 
 class Function(BaseModel):
-    """Of a tool, or of a call, whose arguments are JSON."""
+    """The function of a tool, or of a call, whose arguments are JSON."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -258,7 +260,7 @@ class Tool(BaseModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As it was sent, but a call's arguments as an object, which is what templates write out."""
+        """The message as it was sent, with a call's arguments as an object, as templates write it out."""
         tool = self.model_dump(exclude_unset=True)
         arguments = self.function.arguments
         if isinstance(arguments, str):
@@ -279,7 +281,9 @@ class ChosenTool(Strict):
 
 
 class Message(BaseModel):
-    """What servers put into answers comes back in conversations; what no template reads is left out."""
+    """Clients send back the fields of earlier answers in conversations; fields that no template reads are
+    dropped.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -291,7 +295,7 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it; parts of text become one."""
+        """The message in the form of chat templates; parts of text are joined."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -320,7 +324,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Those that the answer may call."""
+        """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -329,7 +333,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """That of calls, where the answer has to be some."""
+        """The schema of calls, if the answer must be calls."""
         if not self.must_call:
             return super().answer_schema
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None

@@ -1,4 +1,4 @@
-"""What the API process knows of the model: its name, tokenizer, limits and its maker's sampling defaults.
+"""The API process's view of the model: its name, tokenizer, limits and its maker's sampling defaults.
 
 Not the weights: those are in the engine's process.
 """
@@ -34,7 +34,7 @@ class ServedModel:
 
     @functools.cached_property
     def most_characters(self) -> int:
-        """A text longer than that has more tokens than the context, whatever it says."""
+        """A longer text has more tokens than the context, whatever its content."""
         vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
         return self.max_model_len * max(map(len, vocabulary), default=1)
 
@@ -47,7 +47,9 @@ class ServedModel:
         return prompts
 
     def prompt_texts(self, request: CompletionRequest) -> list[str] | None:
-        """What `echo` puts before each sequence: the prompt as it was sent, or the text of its tokens."""
+        """The text that `echo` puts before each sequence: the prompt as it was sent, or the text of its
+        tokens.
+        """
         return echoed(self._tokenizer("echo"), request) if request.echo else None
 
     def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -57,12 +59,12 @@ class ServedModel:
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None if its template takes none."""
+        """How the model writes calls of tools; None if its template has no tools."""
         template = getattr(self.tokenizer, "chat_template", None)
         return format_of("".join(template.values()) if isinstance(template, dict) else template)
 
     def check_chat(self, request: ChatCompletionRequest) -> None:
-        """Refuse messages where there is no template for them, and tools where it takes none."""
+        """Refuse messages if there is no template for them, and tools if the template has none."""
         if not getattr(self._tokenizer("messages"), "chat_template", None):
             raise ApiError(
                 f"{self.name} has no chat template, so it cannot take messages; use /v1/completions",
@@ -84,9 +86,9 @@ class ServedModel:
         prompt_len: int,
         grammar: str | None = None,
     ) -> SamplingParams:
-        """The request's settings over the model's defaults; refuses what does not fit the context.
+        """The request's settings over the model's defaults; refuses a request that does not fit the context.
 
-        grammar: of its schema, where it has one
+        grammar: of its schema, if it has one
         """
         defaults = self.defaults
         self.check_token_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -161,7 +163,7 @@ class ServedModel:
 def encode_prompts(
     tokenizer: Any, request: CompletionRequest, most_characters: int
 ) -> tuple[list[list[int]], list[str] | None]:
-    """The request's prompts as token ids, and what `echo` shows of them."""
+    """The request's prompts as token ids, and the texts that `echo` shows."""
     special = request.add_special_tokens
     prompts = [
         _encode(tokenizer, prompt, most_characters, "prompt", special) if isinstance(prompt, str) else prompt

@@ -49,7 +49,7 @@ def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
 
 
 def schema_of_call(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Of one call of a tool, whose arguments have the schema `parameters`; None for any."""
+    """The schema of one call of a tool, whose arguments have the schema `parameters`; None for any."""
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "arguments": parameters or {"type": "object"}},
@@ -61,7 +61,7 @@ def schema_of_call(name: str, parameters: dict[str, Any] | None) -> dict[str, An
 def compile_schema(tokenizer: Any, schema: dict[str, Any]) -> str:
     """A grammar for the engine; runs in a worker, whose tokenizer it has no need of.
 
-    ApiError if the schema is none, too large, or not supported.
+    ApiError if the schema is invalid, too large, or not supported.
     """
     try:
         import llguidance

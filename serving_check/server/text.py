@@ -1,7 +1,8 @@
 """Tokens to text as they come: no broken characters between chunks, no part of a stop string let out.
 
-Not for whole texts: the tokenizer's own `decode` does those, and these agree with it. The `DecodeStream` of
-tokenizers is quicker and has no end: what it holds back is lost there, and of broken bytes it holds all.
+Not for whole texts: the tokenizer's own `decode` converts those, with the same results. tokenizers'
+`DecodeStream` is quicker but cannot be finished: the text that it holds back is lost at the end, and it holds
+back all text after broken bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """What was held back, at the end of the sequence."""
+        """The text held back, at the end of the sequence."""
         if self._decode is None:
             return ""
         text = self._decode(self._window, skip_special_tokens=self._skip)
@@ -64,7 +65,7 @@ class IncrementalDecoder:
 
 
 class StopStrings:
-    """Cuts a text off before the first stop string, holding back whatever may be the beginning of one."""
+    """Cuts a text off before the first stop string, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -72,7 +73,7 @@ class StopStrings:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """The part of `text`, and of what was held back, that is certainly before any stop string."""
+        """The part of `text`, and of the text held back, that is certainly before any stop string."""
         if not self._stops or self.found:
             return "" if self.found else text
         text = self._held + text
@@ -87,11 +88,11 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """What may be the beginning of a stop string."""
+        """The end of the text that may be the beginning of a stop string."""
         return self._held
 
     def flush(self) -> str:
-        """What was held back for a stop string that never came."""
+        """The text held back for a stop string that never came."""
         held, self._held = self._held, ""
         return held
 

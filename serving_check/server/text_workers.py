@@ -50,7 +50,7 @@ class TextWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that have been started."""
+        """The ids of the processes that have been started."""
         return [pid for worker in list(self._all) if (pid := worker.pid) is not None]
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -66,7 +66,7 @@ class TextWorkers:
             ) from None
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they are doing."""
         self._closing = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         # Those that do nothing end by themselves, and leave nothing behind.
@@ -125,7 +125,7 @@ class _Worker:
         return None if self._started is None else self._started[1].pid
 
     def ask(self, job: Any, seconds: float) -> tuple[bool, Any]:
-        """Whether it was done, and the result or what it raised."""
+        """Whether it was done, and the result or the error that it raised."""
         self.start()
         if self._started is None:
             raise EOFError
@@ -137,7 +137,7 @@ class _Worker:
         return _receive(connection, seconds)
 
     def end(self) -> None:
-        """Let it end; it has nothing to do."""
+        """Let the process end; it has no job."""
         if self._started is not None:
             connection, process = self._started
             connection.close()
@@ -181,7 +181,9 @@ def work(connection: Connection, tokenizer: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Also in the middle of a job that does not end; of a forked process the fork server sees to that."""
+    """This also works in the middle of a job that does not end; for a forked process the fork server does
+    it.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

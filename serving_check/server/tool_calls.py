@@ -1,6 +1,6 @@
-"""Calls of tools in what a model writes, for the forms that chat templates teach: found, cut out, parsed.
+"""Calls of tools in a model's output, for the forms that chat templates teach: found, cut out, parsed.
 
-Which form a model has is read from its template. Not for running tools.
+A model's form is read from its template. Not for running tools.
 """
 
 import json
@@ -36,7 +36,7 @@ MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[ARGS\])?(?=\{)")
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The form that a chat template teaches; None if it takes no tools, or in a form not known here."""
+    """The form that a chat template teaches; None if the template has no tools, or an unknown form."""
     if not template or "tools" not in template:
         return None
     return next((form for form in FORMATS if any(mark in template for mark in form.template_marks)), None)
@@ -44,7 +44,7 @@ def format_of(template: str | None) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; arguments as JSON."""
+    """One call; its arguments are JSON."""
 
     name: str
     arguments: str
@@ -58,7 +58,7 @@ class ToolCall:
 
 
 class ToolParser:
-    """Splits one answer, as it comes, into text and calls; what is no valid call stays text."""
+    """Splits one answer, as it arrives, into text and calls; an invalid call stays text."""
 
     def __init__(self, form: ToolFormat, is_call: bool, most: int | None):
         """is_call: the whole answer is a list of calls, as JSON. most: calls that are kept; None for all."""
@@ -101,7 +101,7 @@ class ToolParser:
             calls += new
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """At the end of the answer: what was held back."""
+        """The text and calls held back, at the end of the answer."""
         if self._call is None:
             return self._begin.flush(), []
         bare = self._is_call or (self._form is LLAMA and self._call.lstrip().startswith("{"))
@@ -110,7 +110,7 @@ class ToolParser:
         return shown, calls
 
     def _split(self, text: str) -> tuple[str, str | None]:
-        """What comes before `begin`, and what after it; None if it has not come."""
+        """The text before `begin`, and the text after it; None if `begin` is not there yet."""
         held = self._begin.held + text
         before = self._begin.feed(text)
         if not self._begin.found:
@@ -119,7 +119,7 @@ class ToolParser:
         return before, held.partition(self._form.begin)[2]
 
     def _parsed(self, body: str, whole: str) -> tuple[str, list[ToolCall]]:
-        """The calls in `body`, or `whole` as text where it has none."""
+        """The calls in `body`, or `whole` as text if it has none."""
         calls = calls_in(body)
         if not calls:
             return whole, []
@@ -129,7 +129,7 @@ class ToolParser:
 
 
 def calls_in(body: str) -> list[ToolCall]:
-    """All calls that `body` is made of; none where any part of it is something else."""
+    """All calls in `body`; none if any part of it is something else."""
     calls = []
     rest = body.strip()
     try:
@@ -156,6 +156,6 @@ def _call(value: dict[str, Any]) -> ToolCall:
 
 
 def numbered(calls: list[ToolCall], first: int) -> Iterator[dict[str, Any]]:
-    """As a stream has them, each whole."""
+    """The calls in the form of a stream, each whole."""
     for index, call in enumerate(calls, first):
         yield {"index": index, **call.to_json()}

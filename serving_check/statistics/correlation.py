@@ -2,10 +2,10 @@
 
 The model is a first-order autoregression: each value inherits the share `rho` of its predecessor's deviation.
 Few values estimate rho poorly and too low, because deviations are taken from their own mean. So the estimate
-is inverted through the average that the same number of values shows under each rho (after Andrews, 1993), and
-an upper limit replaces the estimate. A random walk then reaches `LARGEST`, at which nothing can be decided.
+is inverted through the average estimate of the same number of values under each rho (after Andrews, 1993),
+and an upper limit replaces it. For a random walk it then reaches `LARGEST`, at which nothing can be decided.
 
-If the mean is to tell where a random walk started, its limits are finite (`random_walk`).
+If the mean only has to tell where a random walk started, its limits are finite (`random_walk`).
 """
 
 import itertools

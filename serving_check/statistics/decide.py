@@ -2,10 +2,10 @@
 
 Pure arithmetic on numbers already measured: not for running workloads, and not for any other check.
 
-One *block* is a repeat of the artifact and one of the baseline close together in time, in alternate order
-(ABBA), and gives one log ratio: a slow machine slows both, and a linear drift cancels over two blocks. The
-ratio is a trimmed mean of them (Tukey and McLaughlin, 1963), so that a burst of somebody else's work moves it
-little (`trimmed_mean.py`); its limits are as wide as the correlation between blocks makes them.
+One *block* is a repeat of the artifact and one of the baseline close together in time, in alternating order
+(ABBA). It gives one log ratio: a slow machine slows both, and a linear drift cancels over two blocks. The
+ratio is a trimmed mean of the blocks (Tukey and McLaughlin, 1963), so that a burst of other work moves it
+little (`trimmed_mean.py`); its limits get wider with the correlation between blocks.
 
 The two errors are guarded separately:
 
@@ -17,11 +17,11 @@ Either is spent over a few looks, half of it on the last one. No assumption on h
 is needed for that, so stopping as soon as it is decided stays honest. The resulting error rates are in
 `tests/bench/results/gate/operating_characteristic.json`.
 
-Where servers take turns, a group of blocks counts as one, and a server is started anew in every group. What
-outlasts that is the machine alone. What it does to both sides alike does not correlate groups: even of a
-random walk each group takes steps of its own. What it does to one side alone is at most a random walk from
-where the machine stood at first, and the ratio is of the machine as it stood. So limits are never wider than
-such a walk's, however strong the correlation that a few groups cannot exclude.
+If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. Only
+effects of the machine outlast a restart. Effects on both sides alike do not correlate groups: even in a
+random walk, each group has its own steps. Effects on one side alone are at most a random walk from the
+machine's first state, and the ratio is for that state. So limits are never wider than those of such a walk,
+however strong the correlation that a few groups cannot exclude.
 """
 
 import math
@@ -70,7 +70,7 @@ HOPELESS = 0.5
 
 @dataclass(frozen=True)
 class SequentialTest:
-    """What is fixed before the first repeat, so that no result can bend it."""
+    """The parameters that are fixed before the first repeat, so that no result can change them."""
 
     floor: float
     """The ratio, artifact over baseline, that must be reached."""
@@ -86,19 +86,19 @@ class SequentialTest:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """After how many blocks a decision is attempted; the last is `max_blocks`."""
+        """The numbers of blocks after which a decision is attempted; the last is `max_blocks`."""
         looks = TURN_LOOKS if self.in_turns else LOOKS
         return (*(blocks for blocks in looks if blocks < self.max_blocks), self.max_blocks)
 
     @property
     def of_groups(self) -> "SequentialTest":
-        """The same of groups of blocks, with what blocks the first `RESTART_FROM` leave."""
+        """The same test for groups of blocks, with the blocks that remain after the first `RESTART_FROM`."""
         groups = (self.max_blocks - RESTART_FROM) // GROUP
         return replace(self, max_blocks=groups, error=GROUPED_ERROR)
 
     @property
     def of_turns(self) -> "SequentialTest":
-        """The same of groups of blocks by servers that take turns."""
+        """The same test for groups of blocks by servers that take turns."""
         groups = min(self.max_blocks // GROUP, TURN_LOOKS[-1])
         return replace(self, max_blocks=groups, error=TURN_ERROR, in_turns=True)
 
@@ -146,7 +146,7 @@ def block_order(index: int, with_rival: bool = False) -> str:
 
 
 def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
-    """`decide_all` of one M alone."""
+    """`decide_all` for one M alone."""
     return decide_all([log_ratios], test)[0]
 
 
@@ -156,7 +156,7 @@ def decide_all(
     """The decision at each M after these blocks of each, oldest first.
 
     It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
-    What correlates one block with the next is the machine and not M, so all Ms are asked about it together.
+    Correlation between blocks comes from the machine and not from M, so it is estimated from all Ms together.
 
     series:      log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
     by_estimate: the indices of those that pass by their ratio, if it is known to within `widest`, instead of
@@ -176,7 +176,7 @@ def decide_all(
 
 
 def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bool:
-    """Whether something is undecided, and what keeps it so is a correlation that new servers may end."""
+    """Whether something is undecided because of a correlation that new servers may end."""
     return (
         test.max_blocks >= LEAST_FOR_GROUPS
         and all(decision.final or decision.blocks >= RESTART_FROM for decision in decisions)
@@ -190,7 +190,7 @@ def is_far_below(log_ratios: Sequence[float], floor: float) -> bool:
 
 
 def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
-    """Whether two looks in a row were that far below it: more would be a waste."""
+    """Whether two looks in a row were that far below it: measuring more would be a waste."""
     return len(first_looks) >= 2 and is_far_below(first_looks, floor)
 
 
@@ -227,7 +227,7 @@ def _exp(value: float) -> float:
 
 
 def chance_of_as_many(ours: int, theirs: int, share: float) -> float:
-    """The chance that at least `ours` of all events fall on our `share` of the time, or of the answers, where
+    """The chance that at least `ours` of all events fall on our `share` of the time, or of the answers, if
     both sides have them alike: a binomial's tail."""
     total = ours + theirs
     return math.fsum(

@@ -1,7 +1,7 @@
-"""By how much one sample lies above another, by ranks alone: no distribution is assumed, and a few disturbed
+"""How far one sample lies above another, by ranks alone: no distribution is assumed, and a few disturbed
 values move it little (Hodges and Lehmann, 1963).
 
-Pure arithmetic; whoever calls it decides.
+Pure arithmetic; the caller decides.
 """
 
 import math
@@ -18,7 +18,8 @@ def shift(above: Sequence[float], below: Sequence[float]) -> float:
 def least_shift(above: Sequence[float], below: Sequence[float], error: float) -> float:
     """The lower confidence limit of that shift, at a one-sided level of at most `error`.
 
-    From the Mann-Whitney test's exact distribution, hence for values without ties; -inf if there are too few.
+    Computed from the Mann-Whitney test's exact distribution, hence for values without ties; -inf if there are
+    too few.
     """
     differences = _differences(above, below)
     total = math.comb(len(above) + len(below), len(above))
@@ -37,7 +38,7 @@ def _differences(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 @cache
 def _arrangements(ours: int, theirs: int, wins: int) -> int:
-    """Orders of so many values of ours and theirs in which ours are above theirs in `wins` pairs."""
+    """The number of orders of these values in which ours are above theirs in `wins` pairs."""
     if wins < 0:
         return 0
     if not ours or not theirs:

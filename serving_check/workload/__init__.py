@@ -1,4 +1,6 @@
-"""The workload generator: a closed loop at concurrency M, an open one as in use, and what clients saw."""
+"""The workload generator: a closed loop at concurrency M, an open loop as in use, and the clients'
+records.
+"""
 
 from .generator import run_workload
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec, percentile

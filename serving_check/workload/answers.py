@@ -1,6 +1,7 @@
-"""What one stream said, read from its events once the clock has stopped: its text, and its tokens where told.
+"""The content of one stream, read from its events after the clock has stopped: its text, and its tokens if
+the server reports them.
 
-Not for timing: the generator notes when each event came, and parses none of them while it measures.
+Not for timing: the generator notes when each event arrived, and parses no event while it measures.
 """
 
 import json
@@ -27,7 +28,7 @@ class Answer:
 
 
 def read_answer(events: Iterable[bytes]) -> Answer:
-    """The first choice of every `data: {...}` event, put together; what is no such event is left out."""
+    """The first choice of every `data: {...}` event, joined; other events are left out."""
     texts: list[str] = []
     token_ids: array[int] | None = None
     finish_reason: str | None = None

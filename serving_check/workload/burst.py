@@ -1,7 +1,7 @@
-"""A burst of tiny requests, a fixed number in flight: it shows what a server does for each request.
+"""A burst of tiny requests, a fixed number in flight: it shows the cost of each request for a server.
 
-They are of every kind that the server takes, one kind after the other, since something may be kept of one
-kind alone. Not for how fast tokens are generated: answers have one token (see `generator.py`).
+They are of every kind that the server accepts, one kind after the other, since a server may keep memory for
+one kind alone. Not for how fast tokens are generated: answers have one token (see `generator.py`).
 """
 
 import asyncio
@@ -39,7 +39,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class BurstResult:
-    """What came of one burst."""
+    """The results of one burst."""
 
     requests: int
     seconds: float
@@ -71,8 +71,8 @@ def send_burst(
     """Send `requests` tiny requests and wait for all answers; a failed one is recorded, not raised.
 
     text: token ids that prompts are cut from; longest_s: seconds after which no further request is sent
-    kinds: those that the server takes; there are as many requests of each
-    prompts_each: that go in one HTTP request; the engine has a request for each
+    kinds: those that the server accepts; there are equally many requests of each prompts_each: prompts in one
+    HTTP request; the engine has a request for each
     """
     return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s, kinds, prompts_each))
 
@@ -119,7 +119,7 @@ def _requests(
     kinds: Collection[Kind],
     prompts_each: int,
 ) -> Iterator[_Tiny]:
-    """As many of each kind, kind after kind: what runs together is alike."""
+    """Equally many of each kind, kind after kind, so that requests in flight are alike."""
     chosen = [kind for kind in IN_TURN if kind in kinds]
     for index in range(requests):
         kind = chosen[index * len(chosen) // requests]
@@ -148,7 +148,7 @@ def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
 
 
 async def _send(session: aiohttp.ClientSession, url: str, one: _Tiny) -> str | None:
-    """What went wrong with one request; None if nothing did."""
+    """The error of one request; None if there was none."""
     try:
         async with session.post(url, data=one.body) as response:
             if one.is_left and response.status == 200:

@@ -1,6 +1,6 @@
 """Random times and lengths: Poisson arrivals, log-uniform lengths, lengths within a budget.
 
-Not for what has these times and lengths: that is `use_plan.py`.
+Not for the requests that have these times and lengths: `use_plan.py`.
 """
 
 import bisect
@@ -13,7 +13,8 @@ def poisson_times(
 ) -> list[float]:
     """The times of a Poisson process whose rate changes linearly over `seconds`.
 
-    It is one of the highest rate, thinned. Further times, up to `least`, are drawn from the same density.
+    It is one process at the highest rate, thinned. Further times, up to `least`, are drawn from the same
+    density.
     """
     highest = max(first_rate, last_rate)
 

@@ -1,6 +1,6 @@
-"""What a server counted of its own work during one run of a workload, from `/metrics` before and after it.
+"""A server's own counts of its work during one run of a workload, from `/metrics` before and after it.
 
-Not for what clients saw, nor for what is only sampled: those are in `spec.py`.
+Not for clients' figures, nor for sampled ones: `spec.py`.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,9 @@ class EngineWork:
 
     @classmethod
     def sum(cls, works: Iterable["EngineWork"]) -> "EngineWork":
-        """None in any makes None of all: a share of some runs would look like one of all."""
+        """If any run lacks the figure, the sum is None: a share of some runs would look like a share of
+        all.
+        """
         listed = list(works)
         return cls(
             **{field.name: _sum(getattr(work, field.name) for work in listed) for field in fields(cls)}
@@ -62,14 +64,14 @@ class EngineWork:
 
     @property
     def device_idle_share(self) -> float | None:
-        """Of the time that there were requests to serve: 0 to 1."""
+        """The share of the time with requests to serve, 0 to 1."""
         if self.device_busy_seconds is None or self.device_idle_seconds is None:
             return None
         return _over(self.device_idle_seconds, self.device_busy_seconds + self.device_idle_seconds)
 
 
 def difference(before: dict[str, float], after: dict[str, float], series: str | None) -> float | None:
-    """By how much a counter rose; None if the server has none."""
+    """The rise of a counter; None if the server does not have it."""
     later = total(after, series)
     return None if later is None else later - (total(before, series) or 0.0)
 

@@ -1,6 +1,6 @@
-"""Which kinds of requests a server takes, found out by one short request of each before any load.
+"""Finds out which kinds of requests a server accepts, by one short request of each before any load.
 
-A server that does not take a field is not judged by it; a server that takes it and ignores it is.
+A field that a server refuses is not judged; a field that it accepts and ignores is.
 """
 
 import http.client
@@ -27,7 +27,7 @@ FIELDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class KindsTaken:
-    """Those of one server, and in a few words what it cannot be asked."""
+    """The kinds that one server accepts, and in a few words the ones it does not."""
 
     kinds: frozenset[Kind]
     unknown: tuple[str, ...]

@@ -1,6 +1,7 @@
-"""Sends requests at their planned times, whatever has become of earlier ones, and records each.
+"""Sends requests at their planned times, whatever happened to earlier ones, and records each.
 
-Not for what is sent (`use_plan.py`), nor for a fixed number of requests at a time (`generator.py`).
+Not for the requests themselves (`use_plan.py`), nor for a fixed number of requests at a time
+(`generator.py`).
 """
 
 import asyncio
@@ -27,7 +28,7 @@ END_BIAS = 100
 
 @dataclass(frozen=True)
 class OpenLoopResult:
-    """What came of one open loop."""
+    """The results of one open loop."""
 
     began: float
     """When the clock of the records was zero, in seconds of `time.perf_counter`."""
@@ -104,7 +105,7 @@ def route_of(planned: PlannedRequest) -> str:
 
 
 def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
-    """What is sent for one request."""
+    """The body of one request."""
     body = streamed_body(
         endpoint, _prompt_of(planned), planned.output_len, planned.temperature, keeps_answer=True
     )

@@ -1,6 +1,6 @@
 """Prompts as token ids, every one different from its first token on, so that no server can reuse a prefix.
 
-The closed loop has prompts of one length; `use_plan.py` cuts slices of many.
+The closed loop has prompts of one length; `use_plan.py` cuts slices of many lengths.
 """
 
 import random
@@ -28,14 +28,16 @@ class Slices:
         beginning: int,
         others: Iterable[Sequence[int]] = (),
     ):
-        """beginning: so many tokens differ between any two, at least one of them. others: other prompts"""
+        """beginning: number of first tokens, of which at least one differs between any two slices others:
+        other prompts
+        """
         self._generator = generator
         self._text = text
         self._beginning = beginning
         self._begun = {tuple(other[:beginning]) for other in others}
 
     def cut(self, length: int) -> list[int]:
-        """One that begins like no other; UserError if there is none."""
+        """A slice that begins like no other; UserError if there is none."""
         offsets = len(self._text) - length + 1
         first = self._generator.randrange(max(1, offsets))
         for offset in range(first, first + offsets):
@@ -50,7 +52,7 @@ class Slices:
         )
 
     def any(self, length: int) -> list[int]:
-        """One that may begin like another, at most as long as the text."""
+        """A slice that may begin like another, at most as long as the text."""
         offset = self._generator.randrange(max(1, len(self._text) - length + 1))
         return list(self._text[offset : offset + length])
 

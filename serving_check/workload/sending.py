@@ -1,6 +1,6 @@
 """Sends one request, streams its answer and times it; both loops send with it, closed and open.
 
-It shares the machine with the server it measures, so it looks at bytes and parses almost no JSON.
+It shares the machine with the measured server, so it reads bytes and parses almost no JSON.
 """
 
 import itertools
@@ -27,7 +27,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class StreamedRequest:
-    """One request as it is sent, and what its answer must have."""
+    """One request as it is sent, and the conditions for its answer."""
 
     url: str
     body: bytes
@@ -66,7 +66,9 @@ def streamed_body(
 async def stream_answer(
     session: aiohttp.ClientSession, request: StreamedRequest, origin: float
 ) -> tuple[RequestRecord, list[bytes]]:
-    """One request, streamed to its end, and the events with a choice if they are kept."""
+    """Send one request and read its stream to the end; returns its record, and the events with a choice if
+    they are kept.
+    """
     sent = time.perf_counter()
     stamps: list[float] = []
     kept: list[bytes] = []
@@ -100,7 +102,7 @@ async def stream_answer(
 
 
 async def read_metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, float]:
-    """`/metrics`, or nothing where the server has none: an engine can be measured without."""
+    """`/metrics`, or nothing if the server has none: an engine can be measured without it."""
     try:
         async with session.get(endpoint.base_url + "/metrics") as response:
             return parse_metrics(await response.text()) if response.status == 200 else {}
@@ -111,7 +113,7 @@ async def read_metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> di
 async def _read_stream(
     response: aiohttp.ClientResponse, request: StreamedRequest, stamps: list[float], kept: list[bytes]
 ) -> tuple[dict[str, int], str | None]:
-    """Note the time of every event with a choice; return the usage and what went wrong, if anything did.
+    """Note the time of every event with a choice; return the usage, and an error if there was one.
 
     kept: gets those events, if the request keeps them
     """
@@ -138,7 +140,7 @@ async def _read_stream(
 
 
 def _message(body: bytes) -> str:
-    """The message of an OpenAI-shaped error, or the beginning of whatever else was sent."""
+    """The message of an OpenAI-shaped error, or the beginning of any other answer."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

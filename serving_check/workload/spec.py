@@ -1,6 +1,6 @@
-"""What requests to send to a server, and what came of them: plain data, with the field's usual metrics.
+"""The requests for a server, and their results: plain data, with the field's usual metrics.
 
-Not for sending anything: that is `sending.py`.
+Not for sending anything: `sending.py`.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class RequestRecord:
 
     @property
     def streamed_share(self) -> float | None:
-        """Of the time from sending to the end, the part after the first chunk, 0 to 1."""
+        """The share of the time from sending to the end that comes after the first chunk, 0 to 1."""
         if self.error is not None or self.ttft is None or self.output_tokens < 2 or self.e2el <= 0:
             return None
         return (self.e2el - self.ttft) / self.e2el
@@ -95,7 +95,7 @@ class MetricsSample:
 
 @dataclass(frozen=True)
 class WorkloadResult:
-    """What one run of a workload gave."""
+    """The results of one run of a workload."""
 
     spec: WorkloadSpec
     duration: float
@@ -132,7 +132,7 @@ class WorkloadResult:
 
     @property
     def running_mean(self) -> float | None:
-        """Mean number of requests decoding together: by step where the server counts them, else by sample."""
+        """Mean number of requests decoding together: by step if the server counts them, else by sample."""
         if self.steps_by_running:
             steps = sum(self.steps_by_running.values())
             return sum(running * count for running, count in self.steps_by_running.items()) / steps
@@ -166,7 +166,7 @@ class WorkloadResult:
 
 
 def percentile(values: list[float], percent: float) -> float | None:
-    """The nearest-rank percentile: always one of the values measured; None of nothing."""
+    """The nearest-rank percentile: always one of the measured values; None if there are none."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -1,6 +1,6 @@
-"""The requests of a load as in use: when each arrives, what it asks for, and with which prompt.
+"""The requests of a load as in use: arrival times, settings and prompts.
 
-Not for sending them: that is `open_loop.py`.
+Not for sending them: `open_loop.py`.
 """
 
 import itertools
@@ -90,7 +90,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True)
 class UseShape:
-    """What the requests of one block are drawn from, besides a seed and texts."""
+    """The sources of the requests of one block, besides a seed and texts."""
 
     seconds: float
     """All requests arrive within so many."""
@@ -114,7 +114,7 @@ class UseShape:
 
 @dataclass(frozen=True)
 class Conversations:
-    """What chat requests are made with."""
+    """The means to make chat requests."""
 
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[Sequence[tuple[str, str]]], Sequence[int]]
@@ -130,7 +130,7 @@ def plan_requests(
 ) -> list[PlannedRequest]:
     """The requests of one block, by arrival; the same ones for the same arguments.
 
-    At least one of each kind that can be asked for, however few arrive. Lengths of prompts and answers are
+    At least one request of each possible kind, however few arrive. Lengths of prompts and answers are
     log-uniform; one prompt is as long as can be paid.
 
     text: token ids that prompts are cut from
@@ -176,7 +176,7 @@ def stop_string(answer: str) -> str | None:
 
 
 def _kinds(shape: UseShape, has_stops: bool, conversations: Conversations | None) -> frozenset[Kind]:
-    """Those that can be asked for."""
+    """The kinds that can be requested."""
     missing: set[Kind] = set()
     if not has_stops:
         missing.add("stop")
@@ -234,7 +234,8 @@ def _completions(
     budget: int,
     long_prompt: int,
 ) -> list[PlannedRequest]:
-    """All but chats and those with a stop string; the first has the longest prompt, and a longer answer.
+    """All requests but chats and those with a stop string; the first has the longest prompt, and a longer
+    answer.
 
     long_prompt: tokens of it that need not be paid from the budget
     """
@@ -261,7 +262,7 @@ def _completions(
 
 
 def _with_a_prefix(generator: random.Random, slices: Slices, length: int) -> list[list[int]]:
-    """Prompts of `length` tokens that begin alike, by half or more."""
+    """Prompts of `length` tokens that share at least half of their tokens as a prefix."""
     shared = generator.randint((length + 1) // 2, length - 1)
     first = slices.cut(length)
     others = [first[:shared] + slices.any(length - shared) for _ in range(SHARING - 1)]
@@ -271,7 +272,7 @@ def _with_a_prefix(generator: random.Random, slices: Slices, length: int) -> lis
 def _chat(
     generator: random.Random, slices: Slices, conversations: Conversations, length: int, most: int
 ) -> PlannedRequest:
-    """One whose prompt has about `length` tokens, never more than `most`."""
+    """A chat whose prompt has about `length` tokens, never more than `most`."""
     roles = generator.choice(TURNS)
     each = (length - _overhead(conversations, roles)) // len(roles)
     while True:
@@ -315,8 +316,8 @@ def _with_answer(
     shape: UseShape,
     temperatures: Iterator[float],
 ) -> PlannedRequest:
-    """With what its kind says of the answer, which has `answer` tokens, or as many as the request has already
-    if they are more, if the context holds them."""
+    """The request with the settings of its kind. Its answer has `answer` tokens, or as many as the request
+    already has if they are more and the context holds them."""
     room = shape.context - len(request.prompt)
     tokens = min(max(answer, request.output_len), room)
     if request.kind == "sampled":

@@ -1,7 +1,7 @@
 """INT4 in compressed-tensors, `pack-quantized`: eight codes to an int32, least significant first.
 
-Beside what `packed_words.py` has, where the config group is not symmetric, `weight_zero_point` int32
-[N/8, K/g], packed along N. Groups and whole rows; inputs in 16 bits, or in E4M3 token by token (W4A8).
+The tensors of `packed_words.py`; if the config group is not symmetric, also `weight_zero_point` int32 [N/8,
+K/g], packed along N. Groups and whole rows; inputs in 16 bits, or in E4M3 token by token (W4A8).
 """
 
 from collections.abc import Mapping

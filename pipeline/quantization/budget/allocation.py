@@ -23,7 +23,7 @@ class Budget:
     """A limit on bits or on divergence.
 
     bits:       the most per weight, on average over all weights that the recipe quantizes
-    divergence: at most so many nats of mean KL, as measured group by group
+    divergence: the most nats of mean KL, as measured group by group
     """
 
     bits: float | None = None

@@ -1,6 +1,7 @@
 """Whether the artifact's server does what requests ask for: stop strings, ends, lengths, prompts.
 
-What both servers do alike is the engine's way and says nothing of the artifact: such kinds are not known.
+A deviation that both servers show belongs to the engine and says nothing about the artifact: such kinds are
+unknown.
 """
 
 from collections import Counter
@@ -50,7 +51,7 @@ def check_as_asked(in_use: FiguresInUse) -> CheckResult:
 
 
 def _ignored_seeds(sides: Sequence[SideInUse]) -> Counter[str]:
-    """One for each repeated seed, if none of them gave an answer that begins like the one before."""
+    """One for each repeated seed, if no answer with it begins like the one before."""
     kept = [one for side in sides for one in side.seeds_kept]
     return Counter({SEEDS: len(kept)}) if len(kept) >= FEWEST_SEEDS and not any(kept) else Counter()
 

@@ -127,7 +127,7 @@ def _first_m_again(figures: AtRestFigures) -> tuple[float | None, float | None, 
 
 
 def _log_speeds(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Of each repeat, over the baseline's of the same block if there are any."""
+    """The log speed of each repeat, divided by the baseline's of the same block if there are any."""
     if not theirs:
         return [math.log(value) for value in ours]
     # A block that was broken off has a repeat of one side only.
@@ -135,7 +135,7 @@ def _log_speeds(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> tuple[float, int]:
-    """By which factor requests took longer from some part of the burst on, and that part.
+    """The factor by which requests took longer from some part of the burst on, and that part.
 
     A step has every later part slower than every earlier one; the factor is 1 if there is none.
     """
@@ -150,12 +150,12 @@ def _step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> tu
 
 
 def _rise(values: Sequence[float], at: int) -> float:
-    """Of the mean from `at` on over the mean before."""
+    """The mean from `at` on divided by the mean before."""
     return fmean(values[at:]) - fmean(values[:at]) if 0 < at < len(values) else 0.0
 
 
 def _log_times(parts: Sequence[BurstPart]) -> list[float]:
-    """Of a request in each part."""
+    """The log time of a request in each part."""
     return [math.log(part.seconds / part.requests) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Whether log-probabilities that the artifact's server tells are those of the artifact's logits."""
+"""Whether the log-probabilities that the artifact's server reports follow from the artifact's logits."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MOST = 2.5
 
 
 def check_logprobs(answers: Sequence[AnswerInUse]) -> CheckResult:
-    """Fail if they differ by more than rounding does; unknown if none were told."""
+    """Fail if they differ by more than rounding explains; unknown if the server reports none."""
     bound = f"at most {MOST_ON_AVERAGE:g} nats from those computed here on average, and {MOST:g} at any token"
     told = [(answer.tokens, answer.logprob_errors) for answer in answers if answer.logprob_errors is not None]
     if not told:

@@ -1,13 +1,12 @@
-"""Whether sampled tokens are drawn with the probabilities that the artifact's logits and temperature give.
+"""Whether sampled tokens are drawn with the probabilities given by the artifact's logits and the temperature.
 
 A goodness of fit with a stated level: the summed surprisal, which another temperature moves most, the spread
 of the tokens over their distributions, which top-k and top-p cut, and answers that do not change with the
 seed.
 
-Logits in a server are rounded in another order than those computed here. Log-probabilities that were told
-with 1,000 sampled tokens of the bundled model (640 in NVFP4), one run each, show what that does to the
-surprisal of 2,500: it moves z by 0.001 (INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). Beyond
-3.3 is a fail.
+A server rounds its logits in another order than this process. This effect was measured with 1,000 sampled
+tokens of the bundled model (640 in NVFP4), one run each. It moves the surprisal z of 2,500 tokens by 0.001
+(INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). Beyond 3.3 is a fail.
 """
 
 import math
@@ -34,7 +33,9 @@ CUT = "unlikely tokens are not drawn: the server cuts distributions by top-k, to
 
 
 def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
-    """Fail if tokens are surely drawn otherwise; unknown if none were, or their ids are not told."""
+    """Fail if tokens are surely drawn otherwise; unknown if there are none, or the server does not report
+    their ids.
+    """
     level = SURPRISAL_LEVEL + SPREAD_LEVEL + SEEDS_LEVEL
     bound = f"at least as good a fit as {level:.1%} of sound servers show"
     drawn = [(answer, answer.draws) for answer in answers if answer.draws is not None]
@@ -96,8 +97,9 @@ def _sum(several: Iterable[Draws]) -> Draws:
 def _z(draws: Draws) -> float:
     """Standard deviations by which the summed surprisal differs from 0.
 
-    A token's surprisal minus the entropy of its distribution has the mean 0, whatever came before it, so the
-    sum is a martingale with the summed variance, and normal for as many tokens (Brown, 1971).
+    The surprisal of a token minus the entropy of its distribution has mean 0, whatever came before it. So the
+    sum is a martingale whose variance is the sum of variances, and is normal for this many tokens (Brown,
+    1971).
     """
     if draws.variance > 0:
         return draws.surprisal / math.sqrt(draws.variance)
@@ -107,8 +109,8 @@ def _z(draws: Draws) -> float:
 def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
     """How many repeat an earlier answer to their prompt with another seed, and a limit for its chance.
 
-    That a text of probability p or less comes twice has at most the chance p, of any two answers; of n
-    answers beside earlier ones, no more than n (n + 1) / 2 pairs share a prompt.
+    A text of probability p or less is drawn twice with a chance of at most p, for any two answers; for n
+    answers beside earlier ones, at most n (n + 1) / 2 pairs share a prompt.
     """
     beside = [answer for answer in answers if answer.repeats_other_seed is not None]
     repeating = [answer.draws.nats for answer in beside if answer.repeats_other_seed and answer.draws]
@@ -119,7 +121,7 @@ def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
 
 
 def _another_source(draws: Draws, off: int) -> str:
-    """What the tokens seem to be drawn from.
+    """The distribution that the tokens seem to be drawn from.
 
     To first order, a temperature T' in the place of T moves the expected surprisal by
     variance * (T' - T) / T: the expectation of -log p changes so along the distributions p^(T / T').

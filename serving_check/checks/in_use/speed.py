@@ -1,7 +1,7 @@
 """Whether the artifact's server keeps up under a load as in use: at every M, and while prompts are read.
 
-The curve's loads are uniform. Here requests of all lengths come whenever they come, and M takes every value,
-so what is slow at some of them shows although no M of the curve is among them.
+The curve's loads are uniform. Here requests of all lengths arrive at any time, and M takes every value. So
+slowness at some Ms shows even if none of them is on the curve.
 """
 
 import math
@@ -43,11 +43,12 @@ class _Pair:
 def check_speed_in_use(
     blocks: Sequence[BlockInUse], bounds: Bounds, repeated: Sequence[float] = ()
 ) -> CheckResult:
-    """Fail where throughput is surely below the floor, or a request's usual latency is beyond its bound.
+    """Fail if throughput is surely below the floor, or a request's usual latency exceeds its bound.
 
     Latencies are compared request by request, and time between tokens at each M as well.
 
-    repeated: log ratios of the curve's blocks at the largest M, of about as many tokens: how they scatter
+    repeated: log ratios of the curve's blocks at the largest M, which have about as many tokens: they show
+    the scatter
     """
     bound = _in_words(bounds)
     pairs = [_Pair(block.artifact, block.baseline) for block in blocks if block.artifact and block.baseline]
@@ -110,10 +111,11 @@ def _in_words(bounds: Bounds) -> str:
 def _throughput(pairs: Sequence[_Pair], repeated: Sequence[float]) -> tuple[float, float]:
     """Artifact over baseline, and the upper limit of it; infinite from a single block.
 
-    The variance of three blocks has two degrees of freedom, that of the curve's blocks several more, so both
-    are pooled; the limit is never taken from less than the three have themselves. With noise of 7% a block,
-    six blocks of the curve and a floor of 0.93, a ratio of 0.8 then fails in 65% instead of 25%. One of the
-    floor itself fails in 0.8%, or in 3% if blocks in use scatter twice as much as those of the curve.
+    The variance of three blocks has two degrees of freedom, and that of the curve's blocks has several more,
+    so both are pooled; if the three blocks scatter more, only their own variance is used. With noise of 7%
+    per block, six blocks of the curve and a floor of 0.93, a ratio of 0.8 then fails in 65% of runs instead
+    of 25%. A ratio equal to the floor fails in 0.8%, or in 3% if blocks in use scatter twice as much as those
+    of the curve.
     """
     logs = [
         math.log(pair.artifact.output_throughput / pair.baseline.output_throughput)
@@ -134,7 +136,7 @@ def _throughput(pairs: Sequence[_Pair], repeated: Sequence[float]) -> tuple[floa
 
 
 def _typical(pairs: Sequence[_Pair], figure: str, allowance: float) -> float | None:
-    """The median over requests of their ratio, artifact over baseline; None if none has both."""
+    """The median over requests of artifact over baseline; None if no request has both."""
     ratios = [
         (ours + allowance) / (theirs + allowance)
         for pair in pairs
@@ -160,7 +162,7 @@ def _by_m(pairs: Sequence[_Pair]) -> dict[int, float]:
 
 
 def _medians(sides: Sequence[SideInUse]) -> dict[int, float]:
-    """Seconds between tokens by M, the mean of the blocks' medians, where there are enough gaps."""
+    """Seconds between tokens by M, the mean of the blocks' medians, if there are enough gaps."""
     found = {}
     for m in {m for side in sides for m in side.itls_by_m}:
         known = [side.itls_by_m[m] for side in sides if m in side.itls_by_m]

@@ -1,7 +1,7 @@
-"""Whether greedy text served as in use is the artifact's own, whatever the request was served beside.
+"""Whether greedy text served in use is the artifact's own, whatever else was served at the same time.
 
 Each token is compared with the artifact's logits, as in `served_text.py`. If some are wrong, the reason names
-what wrong answers have in common and right ones have not: a kind, company, a context or an M.
+the condition that distinguishes wrong answers from right ones: a kind, other requests, a context or an M.
 """
 
 import math
@@ -30,7 +30,7 @@ Holds = Callable[[AnswerInUse], bool]
 
 @dataclass(frozen=True)
 class Condition:
-    """What wrong answers may have in common."""
+    """A condition that wrong answers may have in common."""
 
     words: str
     """After `only answers`."""
@@ -94,8 +94,8 @@ def _is_foreign(answer: AnswerInUse, bounds: Bounds) -> bool:
 def _beyond_a_context(greedy: Sequence[AnswerInUse], bounds: Bounds) -> str | None:
     """The tokens of answers that end beyond a power of two, if too many are off; None if they are not.
 
-    Too many is the bound's share and a standard deviation more: 7 of 200 tokens. If 5% are off, as many are
-    seen in 87% of runs; if a quarter of the bound's share is, in less than 1 of 10,000.
+    Too many is the bound's share and a standard deviation more: 7 of 200 tokens. If 5% of tokens are wrong,
+    the check fails in 87% of runs; if the share is a quarter of the bound, in less than 1 of 10,000.
     """
     longest = max(map(_context, greedy))
     largest, words = 0.0, None
@@ -130,8 +130,8 @@ def _wrong(greedy: Sequence[AnswerInUse], wrong: Sequence[AnswerInUse], off: int
 def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> list[Condition]:
     """Up to `MOST_CONDITIONS` under which most answers are wrong, and all wrong ones were served.
 
-    Otherwise the one that all wrong answers meet and the fewest right ones; none if all or hardly any right
-    ones meet it.
+    Otherwise the condition that all wrong answers and the fewest right ones meet; none if all or hardly any
+    right ones meet it.
     """
     conditions = list(_conditions(wrong, right))
 
@@ -157,7 +157,7 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
 
 
 def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> Iterator[Condition]:
-    """All that wrong answers may have in common, the plainest first."""
+    """All conditions that wrong answers may have in common, the simplest first."""
     for kind in sorted({answer.kind for answer in wrong}):
         yield Condition(_of_kind(kind), _advice_on(kind), _is_of_kind(kind))
     yield Condition(
@@ -190,7 +190,7 @@ def _below(values: Iterable[float], limit: float) -> float:
 
 
 def _above(values: Iterable[float], limit: float) -> float:
-    """The smallest of them above `limit`, or what is one above it."""
+    """The smallest of them above `limit`, or else `limit` plus one."""
     return min((value for value in values if value > limit), default=limit + 1)
 
 
@@ -230,7 +230,7 @@ def _advice_on(kind: str) -> str:
 
 
 def _range_of(answers: Iterable[AnswerInUse]) -> str:
-    """How many there are, and what they were served with."""
+    """The number of wrong answers, and the conditions that they were served under."""
     answers = list(answers)
     contexts, ms = sorted(map(_context, answers)), sorted(answer.m for answer in answers)
     beside = sum(answer.prompts_beside > 0 for answer in answers)

@@ -132,7 +132,7 @@ def _whole_pages(stored: KVFormat, context: int, device: torch.device) -> int:
 def _bytes(
     kinds: Mapping[AttentionLayer, int], names: Sequence[str], context: int, m: int, device: torch.device
 ) -> int:
-    """Bytes of all formats' storage together, for the largest kind of layer. Each format is there twice."""
+    """Bytes of all formats' storage together, for the largest kind of layer. Each format is stored twice."""
     return 2 * max(
         sum(
             m * _whole_pages(stored, context, device)

@@ -53,8 +53,8 @@ class StoredKVModel(nn.Module):
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **options: Any) -> CausalLMOutput:
         """Logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; 0 stands for all.
 
-        Each text up to the first of these tokens is prefilled. The tokens after it are decoded one at a time,
-        for all texts together, since a format may attend over other keys in prefill than in decoding.
+        In each text, the tokens before the kept ones are prefilled. The tokens after it are decoded one at a
+        time, for all texts together, since a format may attend over other keys in prefill than in decoding.
         """
         prompt = input_ids.shape[1] - max(logits_to_keep - 1, 0)
         texts = [
@@ -72,7 +72,8 @@ class StoredKVModel(nn.Module):
                 self.pool.release(text)
 
     def continuations(self, texts: Rows[tuple[Rows[int], Rows[int]]]) -> Iterator[Tensor]:
-        """Of prompts and what followed them: the logits [tokens, V] that predict each token that followed.
+        """For each prompt and its continuation: the logits [tokens, V] that predict each token of the
+        continuation.
 
         They are decoded together, `batch` texts at a time, of any lengths.
         """
@@ -81,7 +82,7 @@ class StoredKVModel(nn.Module):
 
     @torch.inference_mode()
     def _continued(self, texts: Rows[tuple[Rows[int], Rows[int]]]) -> list[Tensor]:
-        """Of at most `batch` texts."""
+        """The logits for at most `batch` texts."""
         sequences = [
             Sequence(str(at), list(prompt), len(prompt), SamplingParams(), 0, len(prompt) + len(followed))
             for at, (prompt, followed) in enumerate(texts)

@@ -34,8 +34,8 @@ class LogitAdjustments:
     def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
         """logits [A, V], one row for each sequence → float32 [A, V], a copy.
 
-        In the order of transformers' processors: bias, repetition, presence and frequency, min_tokens; then
-        grammars.
+        Applied in the order of transformers' processors: bias, repetition, presence and frequency,
+        min_tokens; then grammars.
         """
         scores = logits.to(torch.float32, copy=True)
         self._add_bias(scores, sequences)
