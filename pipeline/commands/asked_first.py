@@ -16,10 +16,14 @@ import psutil
 
 from ...base.errors import UserError
 from ...serving_check.adapters.all_engines import engine_named
+from ...serving_check.adapters.vllm import VLLM
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..model_loader.contradictions import refuse_contradictions
 from ..publishing.card_metadata import licence_of, preliminary_card
+from ..quantization.job import without_left_out
+from ..quantization.shards.tasks import make_tasks
+from ..records.engine_commands import VLLM_FAILS
 from ..records.recipe import Recipe
 from ..records.recipe_file import is_recipe, load_recipe
 from ..validation.given_text import read_given
@@ -92,6 +96,24 @@ def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFi
         how = validation.quality_tokens, window, workload.input_len
         read_given(validation.text, source, sides[0], *how)
     _refuse_small_memory(sides[0], request, sum(planned.quantized.values()))
+
+
+def refuse_unread(source: Checkpoint, recipe: Recipe, request: ReleaseRequest) -> list[str]:
+    """UserError where vLLM is to serve what it does not load. Returns notes, where it is not to."""
+    reason = VLLM_FAILS.get(source.model_type)
+    if reason is None or not _quantizes_experts(source, recipe):
+        return []
+    if request.validation.engine == VLLM.name:
+        raise UserError(
+            f"--engine {VLLM.name}: vLLM cannot load what this recipe makes of {source.public_name}: "
+            f"{reason}; leave --engine out, or add `ignore: ['*.experts.*']` to the recipe"
+        )
+    return [f"vLLM will not load the release: {reason}"]
+
+
+def _quantizes_experts(source: Checkpoint, recipe: Recipe) -> bool:
+    tasks = make_tasks(without_left_out(source, recipe), recipe).in_order
+    return any(task.is_quantized and task.linear is not None and task.linear.is_expert for task in tasks)
 
 
 def lacking_tools(request: ReleaseRequest) -> list[str]:

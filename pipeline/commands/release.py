@@ -22,7 +22,7 @@ from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.recipe import Recipe
 from ..records.recipe_file import is_recipe, load_recipe
 from ..validation.rival import rival_folder
-from .asked_first import lacking_tools, planned_files, refuse_card, refuse_later
+from .asked_first import lacking_tools, planned_files, refuse_card, refuse_later, refuse_unread
 from .layout import layout as lay_out
 from .push import check_target, push
 from .quantize import quantize
@@ -116,6 +116,8 @@ def release(
 def _ask_first(source: Checkpoint, recipe: Recipe, request: ReleaseRequest, folder: Path, to: str) -> None:
     """UserError if a later stage cannot succeed: better than after hours of quantizing."""
     refuse_unserved_source(source, request)
+    for note in refuse_unread(source, recipe, request):
+        logger.info(note)
     if lacking := lacking_tools(request):
         raise UserError("\n".join(lacking))
     for note in refuse_card(source, recipe, to):

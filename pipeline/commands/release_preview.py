@@ -29,7 +29,7 @@ from ..records.recipe_file import load_recipe
 from ..report.names import REPORT_NAMES
 from ..validation.gpu_memory import served_bytes
 from ..validation.time_estimate import least_serving_seconds
-from .asked_first import lacking_tools, planned_files, refuse_card, refuse_later
+from .asked_first import lacking_tools, planned_files, refuse_card, refuse_later, refuse_unread
 from .push import check_target
 from .quantize import preview
 from .release import artifact_folder
@@ -114,6 +114,7 @@ def preview_release(
     )
     finished = not request.making.overwrite and (folder / MANIFEST_NAME).is_file()
     if not finished:
+        notes += refuse_unread(source, chosen, request)
         notes += lacking_tools(request)
         try:
             notes += refuse_card(source, chosen, to)

@@ -23,7 +23,11 @@ TRANSFORMERS, VLLM = "transformers", "vLLM"
 VLLM_FAILS = {
     "gpt_oss": "its loader of gpt-oss (0.32) skips single experts, and their weights stay uninitialized",
 }
-"""By model type, for packed experts in compressed-tensors; read in `GptOssModel._load_weights_other`."""
+"""By model type, for packed experts in compressed-tensors; read in `GptOssModel._load_weights_other`.
+
+gpt-oss: it takes `experts.0.w13_weight_packed`, gate and up by turns and no `weight_shape`, which neither
+compressed-tensors nor transformers reads.
+"""
 TEXT_CLASS = "AutoModelForCausalLM"
 KVARN = "kvarn_"
 KVARN_ENGINE = "vLLM with KVarN (https://github.com/huawei-csl/KVarN)"

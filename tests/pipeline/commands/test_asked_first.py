@@ -13,6 +13,7 @@ from scalegate.pipeline.commands import quantize as quantize_module
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.commands.release_preview import preview_release
+from scalegate.tests.pipeline.quantization.tiny_families import make_text
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 WEIGHTS = 2 * (4 * 128 * 128 + 3 * 128 * 128 + 2 * 64 * 128)
@@ -110,6 +111,16 @@ def test_tools_that_are_not_here(tiny: Path, tmp_path: Path, monkeypatch: pytest
     # A dry run may be made on another machine.
     notes = preview_release(tiny, "int4-hqq", to, **at).notes
     assert ["--engine vllm" in notes[0], "lm-eval" in notes[1]] == [True, True]
+
+
+def test_experts_that_vllm_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_text(tmp_path / "oss", "gpt_oss", hidden_size=128, intermediate_size=128)
+    monkeypatch.setattr(asked_first, "lacking_tools", lambda request: [])
+    to, at = f"folder:{tmp_path / 'target'}", {"work": tmp_path / "work", "m": (1, 32)}
+    for asking in (release, preview_release):
+        with pytest.raises(UserError, match=r"--engine vllm: .*skips single experts.*ignore"):
+            asking(source, "int4-hqq", to, engine="vllm", **at)
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_base_without_a_licence_is_said(tiny: Path, tmp_path: Path) -> None:
