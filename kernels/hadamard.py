@@ -1,7 +1,7 @@
 """The orthonormal Hadamard rotation of head channels, which spreads outliers before few bits hold them.
 
-Sylvester's order: H[i, j] = (-1)^popcount(i & j) / sqrt(D). H is symmetric and its own inverse, so queries
-rotated alike have the same products with rotated keys, and a rotated result is rotated back by H again.
+Sylvester's order: H[i, j] = (-1)^popcount(i & j) / sqrt(D). H is symmetric and its own inverse, so rotated
+queries have the same products with rotated keys, and multiplying by H again rotates a result back.
 """
 
 import functools
@@ -29,7 +29,7 @@ def rotate_reference(x: Tensor) -> Tensor:
 
 @triton.jit
 def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
-    """x fp32 [ROWS, DIM] times H: a butterfly for each index bit, which goes from top to bottom."""
+    """x fp32 [ROWS, DIM] times H: one butterfly for each bit of the index, from top to bottom."""
     for _ in tl.static_range(LOG_DIM):
         halves = tl.permute(tl.reshape(x, [ROWS, 2, DIM // 2]), [0, 2, 1])
         low, high = tl.split(halves)
@@ -59,9 +59,9 @@ def _rotate_rows(
     x_ptr, matrix_ptr, out_ptr, num_rows, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES times ROWS rows, of which some are in flight while those before are multiplied.
+    """TILES times ROWS rows; some are loaded while those before are multiplied.
 
-    The stride is a model's own: known to be divided by 16, it lets a load take eight channels.
+    The stride is known to be divisible by 16, so that a load can read eight channels.
     """
     dim = tl.arange(0, DIM)
     matrix = tl.load(matrix_ptr + dim[:, None] * DIM + dim[None, :])
@@ -76,14 +76,14 @@ def _rotate_rows(
 
 
 def rotates_by_products(x: Tensor) -> bool:
-    """Whether `rotate_rows` takes x [T, H, D]: 16 bits, and a matrix that fits into shared memory."""
+    """Whether `rotate_rows` supports x [T, H, D]: 16 bits, and a matrix that fits into shared memory."""
     return x.element_size() == 2 and 16 <= x.shape[2] <= 128
 
 
 def rotate_rows(x: Tensor, out: Tensor) -> None:
     """Write x [T, H, D], a token's heads contiguous, times H into `out`, contiguous, of any float dtype.
 
-    On the matrix units: of many tokens a butterfly takes three times as long.
+    It uses the matrix units: for many tokens a butterfly takes three times as long.
     """
     tokens, heads, dim = x.shape
     rows, tiles = 64, 8
@@ -94,5 +94,5 @@ def rotate_rows(x: Tensor, out: Tensor) -> None:
 
 
 def log2(dim: int) -> int:
-    """Of a power of two."""
+    """The Hadamard matrix of a power of two."""
     return dim.bit_length() - 1

@@ -1,6 +1,7 @@
 """Batch-invariant matrix product of a plain weight: one order of summation for every number of rows; Triton.
 
-Not for packed weights, which have `hopper/invariant.py`, nor where bits may depend on M: cuBLAS is faster.
+Not for packed weights, which have `hopper/invariant.py`, nor for serving in which bits may depend on M:
+cuBLAS is faster.
 
     x        [M, K]   bf16, fp16 or fp32, rows contiguous
     weight   [N, K]   x's dtype, rows contiguous
@@ -8,9 +9,9 @@ Not for packed weights, which have `hopper/invariant.py`, nor where bits may dep
 
 "Swap AB": the weight is the first operand of the matrix instruction, acc[BN, BM] += w[BN, BK] . x[BM, BK]^T,
 so sixteen rows of x cost an instruction of N = 16. Sums run over K sixteen columns at a time, which is one
-instruction, whatever the tile. Splits of K follow from the weight's shape alone. With few rows each has a
-CTA, and the last CTA to finish adds the partial sums in the order of K; with many rows one CTA takes all
-splits in that order. So M may decide the tile, stages and warps, but not the bits of a row.
+instruction, in every tile. Splits of K follow from the weight's shape alone. With few rows each has a CTA,
+and the last CTA to finish adds the partial sums in the order of K; with many rows one CTA takes all splits in
+that order. So M may decide the tile, stages and warps, but not the bits of a row.
 
 Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay in L2.
 """
@@ -70,7 +71,7 @@ FLOAT32_TILE = Tile(16, 64, 32, 2, 4)
 
 
 def tile_for(m: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile for m rows of x and a weight [n, k]: it decides the speed, and no bit."""
+    """The tile for m rows of x and a weight [n, k]: it affects the speed, but no bit."""
     if dtype == torch.float32:
         return FLOAT32_TILE
     index = next((i for i, rows in enumerate(TILE_ROWS) if m <= rows), len(TILE_ROWS))
@@ -80,7 +81,7 @@ def tile_for(m: int, n: int, k: int, dtype: torch.dtype) -> Tile:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """In how many splits K is summed: by the weight's shape alone, so that one row fills the GPU.
+    """The number of splits of K: by the weight's shape alone, so that one row fills the GPU.
 
     A split costs one and a half units to start, and three fifths to be added: little with one row, more with
     128, whose partial sums are large.
@@ -97,12 +98,12 @@ def splits_of(n: int, k: int) -> int:
 
 
 def semaphores_of(n: int) -> int:
-    """int32 zeros that a weight of n rows needs beside it; every product leaves them zero."""
+    """int32 zeros that a weight of n rows needs; every product resets them to zero."""
     return triton.cdiv(n, SPLIT_TILE) * triton.cdiv(MAX_SPLIT_ROWS, 128)
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     split_k: K is split; sequential: one CTA takes all splits; even: no tile is ragged; evict: Triton's policy
     for weights; unit: columns that splits are counted in

@@ -31,13 +31,15 @@ except ModuleNotFoundError as error:
         raise
 
     class Constant:
-        """What `tl.constexpr` makes, for what the host reads of it."""
+        """The host's substitute for `tl.constexpr`."""
 
         def __init__(self, value: Any):
             self.value = value
 
     class StandIn:
-        """Any attribute of itself is itself; as a decorator it leaves what it decorates as it is."""
+        """Any attribute of it is the object itself; as a decorator it returns the decorated function
+        unchanged.
+        """
 
         cdiv = staticmethod(lambda x, y: -(-x // y))
         constexpr = Constant

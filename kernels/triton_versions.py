@@ -1,4 +1,4 @@
-"""What Triton 3.6 to 3.9 call by different names; no other file asks which Triton there is.
+"""Names that differ between Triton 3.6 and 3.9; no other file depends on Triton's version.
 
 | here             | 3.6, 3.7                          | 3.8                | 3.9               |
 |------------------|-----------------------------------|--------------------|-------------------|

@@ -1,1 +1,1 @@
-"""What a quantized weight means (formats) and how its bytes are arranged for a kernel (layouts)."""
+"""The meaning of a quantized weight (formats) and the arrangement of its bytes for a kernel (layouts)."""

@@ -1,7 +1,7 @@
 """Prefill attention over paged KV, flash-attention style: prompt chunks over their contexts; Triton.
 
-The chunks' own keys and values are in their pages already. Not for decoding, where one token a request
-leaves the matrix units nothing to do and the context is what has to be split.
+The chunks' own keys and values are in their pages already. Not for decoding, where one token per request
+leaves the matrix units nothing to do and the context has to be split.
 
     q            [T, H, D]            bf16, fp16 or fp32; the tokens of all chunks, one after another
     key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn or int8, or these as fp16; value_pages alike
@@ -12,10 +12,10 @@ leaves the matrix units nothing to do and the context is what has to be split.
     *_scale      as in `decode.py`
     out          [T, H, D]            q's dtype; written if a tile says so
 
-A program takes up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
-once for a group. Blocks that every row sees whole are not masked. A token's bits depend on its own context,
-whoever shares the step and wherever its tile begins: products and sums that a compiler could contract in one
-place and not in another are written as fused ones.
+A program handles up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
+once for a group. Blocks that every row sees whole are not masked. A token's bits depend only on its own
+context, whatever else is in the step and wherever its tile begins: products and sums that a compiler might
+contract in some places only are written as fused ones.
 
 Work for a chunk of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
 """
@@ -44,7 +44,7 @@ def prefill_attention_reference(
     tiles: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """What the kernel computes, in fp64, one token at a time; zeros if no tile writes."""
+    """Reference of the kernel in fp64, one token at a time; zeros for tokens that no tile covers."""
     sinks, softcap, window = options.sinks, options.softcap, options.sliding_window
     heads, kv_heads, page = q.shape[1], key_pages.shape[1], key_pages.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -77,8 +77,8 @@ def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
 
 
 def tiles_of(first: int, chunks: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
-    """int32 [N, 4] for what lies in q from token `first` on: chunks (tokens, first position, row of the
-    block table), one after another, then `padding` tokens of no chunk.
+    """int32 [N, 4] for the tokens of q from `first` on: chunks (tokens, first position, row of the block
+    table), one after another, then `padding` tokens of no chunk.
 
     The longest contexts come first, so that the last programs are short.
     """
@@ -94,7 +94,7 @@ def tiles_of(first: int, chunks: Sequence[tuple[int, int, int]], padding: int) -
 
 
 class Form(NamedTuple):
-    """What `_attend_tiles` is compiled for.
+    """Compile-time parameters of `_attend_tiles`.
 
     dim, group: head_dim, and query heads of a kv head, as powers of two; tokens: of a program; block: tokens
     of keys at a time; scales: as in `decode.py`
@@ -178,7 +178,8 @@ def _attend_tiles(
 ):  # fmt: skip
     """TOKENS tokens of a tile with one kv head's group of query heads.
 
-    FORM.by_length: tiles_ptr has the contexts' lengths instead, and every tile is the last token of one.
+    With FORM.by_length, tiles_ptr holds the contexts' lengths instead, and every tile is the last token of
+    one context.
     """
     ROWS: tl.constexpr = FORM.tokens * FORM.group
     DIM: tl.constexpr = FORM.dim
@@ -255,7 +256,7 @@ MANY_ROWS = 128
 def program_sizes(
     count: int, dim: int, itemsize: int, page_itemsize: int, one_form: bool = False
 ) -> tuple[int, int]:
-    """Rows of queries that a program takes, a group's heads counted, and keys and values at a time.
+    """Rows of queries in a program, counting a group's heads, and keys and values per block.
 
     `count` tokens in a step; `dim` a power of two; bytes of a query's element and of a stored one. one_form:
     the same for every count.

@@ -1,6 +1,6 @@
 """Attention over paged keys and values: the torch reference, which every GPU kernel has to equal.
 
-Not for deciding which pages a request owns, nor for formats that pack more than one value in a byte.
+Not for assigning pages to requests, nor for formats that pack more than one value in a byte.
 
     key_pages    [pages, P, H_kv, D]       one layer's keys, P tokens to a page; 16 or 32 bit, e4m3 or int8
     value_pages  [pages, P, H_kv, D_v]
@@ -11,11 +11,12 @@ Not for deciding which pages a request owns, nor for formats that pack more than
 Queries come as one flat list of tokens, [T, H, D], cut into groups. A group is `b` requests with `n` query
 tokens each: a decode step is a few groups with n = 1, a prefill chunk is one group (b = 1) for each prompt in
 it. Each group gathers its pages, which is one copy of whole pages, and attends with everything outside
-causality, window and length at -inf. Rows of very different lengths go into different groups, so that a short
-request never pays for the padding up to a long one: the work stays within twice that of the tokens there.
+causality, window and length at -inf. Rows of very different lengths are in different groups, so that a short
+request is never padded to a long one: the work is at most twice that of the real tokens.
 
 A chunk's queries attend in blocks, each over the keys that one of them may look at, so that causality halves
-the work of a long prompt. All blocks share one bias, since they look alike from their ends.
+the work of a long prompt. All blocks share one bias, since the bias depends only on the distance from their
+ends.
 """
 
 import math
@@ -91,7 +92,7 @@ def attend(
 ) -> Tensor:
     """[T, H, D] queries → [T, H, D_v].
 
-    gathered: where pages of keys and of values are copied to; None takes fresh memory
+    gathered: memory into which pages of keys and of values are copied; None allocates it
     """
     keys, values = gathered or (GatheredPages(), GatheredPages())
 
@@ -109,7 +110,7 @@ def attend_over(
     gather: Callable[[TokenGroup], tuple[Tensor, Tensor]],
     options: AttentionOptions,
 ) -> Tensor:
-    """As `attend`, over what `gather` makes of a group's pages, keys and values [b * m, P, H_kv, D]."""
+    """Like `attend`, over the result of `gather` for a group's pages: keys and values [b * m, P, H_kv, D]."""
     if len(groups) == 1 and len(query[groups[0].tokens]) == len(query):
         return attend_group(query, *gather(groups[0]), groups[0], options)
     outputs = [attend_group(query[group.tokens], *gather(group), group, options) for group in groups]
@@ -166,7 +167,7 @@ def attend_group(
 
 
 def _blocks(n: int, group: TokenGroup, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Of a chunk of n queries: which of them attend at once, over which keys, and the bias of these."""
+    """The blocks of a chunk of n queries: which queries attend together, over which keys, and their bias."""
     for first in range(0, n, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, n)
         end = group.num_keys - (n - last)
@@ -186,7 +187,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: At
 def softmax_by_hand(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """What torch's own product cannot do: soft-capped scores, and sinks. All tensors are [b, heads, …]."""
+    """Attention with options that torch's own product does not have: soft-capped scores, and sinks. All
+    tensors are [b, heads, …].
+    """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=1)
@@ -196,7 +199,9 @@ def softmax_by_hand(
 
 
 def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions) -> Tensor:
-    """Of queries' products with keys, fp32 [b, heads, n, keys]; those of sinks are left out."""
+    """The probabilities from queries' products with keys, fp32 [b, heads, n, keys]; those of sinks are left
+    out.
+    """
     scores = products * options.scale
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
@@ -232,7 +237,9 @@ def decode_groups(
 
 
 def _rows_of_like_size(counts: np.ndarray) -> list[np.ndarray] | list[None]:
-    """Rows whose page counts round up to one power of two; [None], all rows, where that saves little."""
+    """Groups of rows whose page counts round up to the same power of two; [None], all rows, if groups would
+    save little.
+    """
     if len(counts) * int(counts.max()) - int(counts.sum()) <= PADDING_WORTH_A_GROUP:
         return [None]
     size_class = np.ceil(np.log2(counts))
@@ -248,7 +255,7 @@ def prefill_group(
     window: int | None,
     like: Tensor,
 ) -> TokenGroup:
-    """One prompt's tokens start .. start + count, which stand in the chunk from first_token on."""
+    """Tokens start .. start + count of one prompt; in the chunk they begin at first_token."""
     first_page = 0 if window is None else max(start - window + 1, 0) // page_size
     first, end = np.array([first_page]), start + count
     num_pages = (end + page_size - 1) // page_size - first_page

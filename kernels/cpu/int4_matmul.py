@@ -1,8 +1,9 @@
 """The INT4 product on a CPU, compiled by numba: blocks of 64 rows of the weight, on torch's threads.
 
-Reads four bits a weight and multiplies as `int4_tile.py` says. A thread takes the next block when it is done
-with one, so a thread that the system holds up costs a block's time. Signatures are fixed: nothing compiles
-after `kernel`. Compiled code is kept on disk, beside the source or in the user's cache folder.
+It reads four bits per weight and multiplies as described in `int4_tile.py`. A thread takes the next block
+when it has finished one, so a thread that the system interrupts costs only a block's time. Signatures are
+fixed: nothing compiles after `kernel`. Compiled code is kept on disk, beside the source or in the user's
+cache folder.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ ALONE = 1 << 20
 
 
 class Kernel(NamedTuple):
-    """product: called with numbers alone, as `_product` says; part: the address of what each thread runs
+    """product: called with numbers alone, in the order of `_product`; part: the address of the code that each
+    thread runs
 
     dtype: of x and y
     """
@@ -55,7 +57,7 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, group_size: int, compiled: 
 
 @functools.cache
 def instructions_for(dtype: torch.dtype) -> Instructions:
-    """The best of this CPU, or of what NUMBA_CPU_FEATURES says, for activations of a dtype."""
+    """The best vector instructions of this CPU, or of NUMBA_CPU_FEATURES, for activations of a dtype."""
     forced = config.CPU_FEATURES  # type: ignore[attr-defined]
     has = (get_host_cpu_features() if forced is None else forced).split(",")
     if "+avx512f" not in has or "+avx512bw" not in has:
@@ -87,7 +89,9 @@ def kernel(instructions: Instructions, wide: bool) -> Kernel:
 
 @functools.cache
 def _sources() -> str:
-    """Of a kernel's sources numba's cache looks at its own file and at its closure; so this is put there."""
+    """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
+    closure.
+    """
     files = (Path(str(module.__file__)).read_bytes() for module in (int4_packing, int4_tile, vectors))
     return hashlib.sha256(b"".join(files)).hexdigest()
 

@@ -6,7 +6,7 @@ the code:
     y[m, n] = Σ over groups of  s · (Σ x · (c - 8)  +  (8 - zero) · Σ x)
 
 Products of x by c - 8 are exact if x is bfloat16: neither weights nor activations are rounded. Σ x of a group
-comes from outside, once for all n. Each weight vector is decoded once for the rows of x that stand in
+is computed outside, once for all n. Each weight vector is decoded once for the rows of x that are in
 registers, up to four, by one shift and one look-up in a register:
 
     BF16      AVX-512 with BF16: 32 codes become a vector of bfloat16 pairs by vpermw, multiplied by vdpbf16ps

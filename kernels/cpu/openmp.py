@@ -1,8 +1,7 @@
 """torch's own OpenMP threads, for kernels that numba compiles: no second pool beside torch's.
 
-Not for kernels that run on Python's threads. libgomp, which torch's wheels for Linux bring, has the function
-that is looked for here; so have LLVM's and Intel's OpenMP there. Elsewhere a kernel runs on the calling
-thread alone.
+Not for kernels that run on Python's threads. libgomp, which is part of torch's wheels for Linux, has the
+function; so have LLVM's and Intel's OpenMP. Elsewhere a kernel runs on the calling thread alone.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ import torch
 def gomp_parallel() -> int:
     """The address of `GOMP_parallel(function, data, threads, flags)`: function(data) on each thread.
 
-    0 if torch's OpenMP does not have it.
+    0 if torch's OpenMP does not have the function.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -2,7 +2,7 @@
 
 Addresses are 64-bit integers, so that Python hands a kernel numbers alone: a tensor's address costs a tenth
 of a microsecond there, an array a whole one. LLVM maps a vector to the CPU's registers: one with AVX-512, two
-with AVX2, four with NEON. Not for KVarN's kernels, which have arrays (`attention/kvarn/cpu/lanes.py`).
+with AVX2, four with NEON. Not for KVarN's kernels, which work on arrays (`attention/kvarn/cpu/lanes.py`).
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def of_bfloat16(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 
 def to_bfloat16(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
-    """Rounded to nearest, of two to the even one. What is no number stays none."""
+    """Rounded to nearest, of two to the even one. NaN stays NaN."""
     bits = builder.bitcast(floats, INTS)
     odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
     rounded = builder.add(bits, builder.add(odd, constant(INTS, 0x7FFF)))
@@ -82,7 +82,7 @@ def to_bfloat16(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
 
 
 def _alignment(kind: ir.Type) -> int:
-    """A number's own: nothing is known of a vector's place."""
+    """Aligned only as a single number is: a vector's address may be anything."""
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     return 4 if isinstance(element, ir.FloatType) else int(element.width) // 8
 
@@ -99,7 +99,7 @@ def number_at(typing: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def take_number(typing: Any, address: Any) -> Any:
-    """The int64 at `address`, which is one more for whoever comes next, on whichever thread."""
+    """The int64 at `address`, which is increased by one atomically for the next caller on any thread."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.atomic_rmw(

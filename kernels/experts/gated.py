@@ -5,8 +5,8 @@
     weight   [T, top_k]      the router's, any floating type
     y        [T, N]          sum_j weight[t, j] * down_j(silu(gate_j(x[t])) * up_j(x[t])), x's type
 
-One token runs `one_token.py`; more tokens run grouped products with the kernels here between them. The choice
-is made when it is called, so a graph traced once serves every T.
+One token uses `one_token.py`; more tokens use grouped products, with this file's kernels between them. The
+choice is made when it is called, so a graph traced once serves every T.
 """
 
 import torch
@@ -100,7 +100,7 @@ def gated_experts(
 def grouped_experts(
     x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
 ) -> Tensor:
-    """The same by grouped products, whatever the number of tokens."""
+    """The same result from grouped products, for any number of tokens."""
     routing = route(expert, len(gate_up.words))
 
     def multiply(rows: Tensor, operand: Int4Operand) -> Tensor:

@@ -1,6 +1,6 @@
 """INT4 experts for the grouped kernel (`packed.py`): packing, reference and decoder.
 
-Words and slices as in `packed.py`. A word of a row:
+Words and slices as in `packed.py`. The layout of a row's word:
 
     bit 31                                  bit 0
      | j=3  j=2  j=1  j=0 | j=3  j=2  j=1  j=0 |    word 2t: slices 0 to 3; word 2t+1: slices 4 to 7
@@ -14,12 +14,12 @@ A word of scale_words: the scale in the high half; in the low half, in the activ
     integer zero      -(128 + z), fp16 -(1024 + z)    w = ((128 + q) - (128 + z)) * s, rounded once
     fractional zero   (8 - z) * s                     w = ((128 + q) - 136) * s + (8 - z) * s, rounded once
 
-Never (128 + q) * s - (128 + z) * s: in bf16 that errs by a quarter of a step. Both forms are two packed
-multiply-adds for two weights.
+Not computed as (128 + q) * s - (128 + z) * s: in bf16 that errs by a quarter of a step. Both forms are two
+packed multiply-adds for two weights.
 
-Instructions of the loop a weight on sm_90, groups of 128: 2.8 for blocks of 8 assignments, 3.0 for 16,
-3.3 for 32, 3.5 for 64, 4.8 for 128; 0.4 to 0.8 more in groups of 32. The unpacking is 1.9 of them.
-Bytes of a decode step in groups of 128: 4.25 bits a weight of the experts taken.
+Instructions of the loop per weight on sm_90, groups of 128: 2.8 for blocks of 8 assignments, 3.0 for 16, 3.3
+for 32, 3.5 for 64, 4.8 for 128; 0.4 to 0.8 more in groups of 32. The unpacking is 1.9 of them. Bytes of a
+decode step in groups of 128: 4.25 bits a weight of the experts taken.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ GROUPS = (32, 64, 128)
 
 
 def kernel_group(group_size: int) -> int:
-    """The group size that the kernel is told.
+    """The group size for the kernel.
 
-    Raises ValueError for one that is neither 32, 64, 128 nor a multiple of 128.
+    Raises ValueError for a size that is neither 32, 64, 128 nor a multiple of 128.
     """
     if group_size not in GROUPS and (group_size < MAX_GROUP or group_size % MAX_GROUP):
         raise ValueError(f"groups of {group_size}; the experts' kernel takes 32, 64 and multiples of 128")
@@ -62,7 +62,7 @@ def pack(
 
 
 def _pack_words(codes: Tensor) -> Tensor:
-    """Of one expert: uint8 [N, K/2] to int32 [N/64, K/128, 64, 16]."""
+    """Packs one expert: uint8 [N, K/2] to int32 [N/64, K/128, 64, 16]."""
     ordered = by_word(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)).transpose(-1, -2)
     octets = ordered[..., ::2] | (ordered[..., 1::2] << 4)
     return octets.reshape(*ordered.shape[:4], 4).contiguous().view(torch.int32)[..., 0]
@@ -101,7 +101,7 @@ def reference_weight(
 ) -> Tensor:
     """The weight the kernel multiplies by, [E, N, K] in `dtype`, K in whole tiles; undoes `pack`.
 
-    rounded: else in fp32, before it is rounded to `dtype`, which is that of the activations
+    rounded: to `dtype`, the activations' dtype; else in fp32
     """
     experts, tiles_n, tiles_k = words.shape[:3]
     octets = words.contiguous().view(torch.uint8).view(experts, tiles_n, tiles_k, TILE_N, 8, 2, 2, 2)
@@ -122,7 +122,7 @@ def reference_weight(
 
 @triton.constexpr_function
 def unpack_asm(group_size, fractional, half):
-    """PTX from two words of a row, and its words of scale_words, to the eight registers of its slices."""
+    """PTX that turns two words of a row and its scale_words into the eight registers of its slices."""
     kind = "f16x2" if half else "bf16x2"
     code, unit, centre = (
         ("0x64006400", "0x3C003C00", "0xE408E408") if half else ("0x43004300", "0x3F803F80", "0xC308C308")
@@ -172,7 +172,7 @@ def unpack_in_registers(words, scale_words, DECODER: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
-    """The same without PTX: for the interpreter."""
+    """The same function without PTX, for the interpreter."""
     DTYPE: tl.constexpr = tl.float16 if DECODER.half else tl.bfloat16
     GROUP: tl.constexpr = DECODER.group_size
     word = tl.reshape(words, [BN, 8, 2, 1, 1])  # row, t, j / 4

@@ -1,15 +1,16 @@
 """NVFP4 experts for the grouped kernel (`packed.py`): packing, reference and decoder.
 
-Words and slices as in `packed.py`; the eight codes in a word, slice j % 4, and the recoded scales lie as in
-`kernels/nvfp4/packing.py`, where the arithmetic is explained. A row of a tile has two words of scales:
+Words and slices as in `packed.py`; the eight codes in a word, slice j % 4, and the recoded scales have the
+places of `kernels/nvfp4/packing.py`, which also explains the arithmetic. A row of a tile has two words of
+scales:
 
     word 0    slices 0 to 3        low half: slice 0; rotated left by 8, slice 2
     word 1    slices 4 to 7        high half: slice 1; rotated left by 8, slice 3
 
-`factor` is 128 times an expert's global scale. Products are exact in bf16; for bf16 activations only, but
-under the interpreter, which has no bf16 product. 4.5 bits a weight of the experts taken.
+`factor` is 128 times an expert's global scale. Products are exact in bf16. Only for bf16 activations, except
+under the interpreter, which has no bf16 product. Reads 4.5 bits per weight of the experts used.
 
-Instructions of the loop a weight on sm_90: 3.1 for blocks of 8 assignments, 3.0 for 16, 3.2 for 32, 3.5 for
+Instructions of the loop per weight on sm_90: 3.1 for blocks of 8 assignments, 3.0 for 16, 3.2 for 32, 3.5 for
 64, 4.2 for 128.
 """
 
@@ -42,7 +43,7 @@ def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reference_weight(words: Tensor, scale_words: Tensor) -> Tensor:
-    """What the kernel multiplies by, bf16 [N, K] in whole tiles, of one expert; undoes `pack`."""
+    """The numbers that the kernel multiplies by, bf16 [N, K] in whole tiles, of one expert; undoes `pack`."""
     tiles_n, tiles_k = words.shape[:2]
     codes = packing.codes_of_words(words).view(
         tiles_n, tiles_k, TILE_N, 8, 2, 4, 2
@@ -54,7 +55,9 @@ def reference_weight(words: Tensor, scale_words: Tensor) -> Tensor:
 
 @triton.constexpr_function
 def unpack_asm():
-    """PTX from two words of a row, and its two words of scales, to the eight registers of its slices."""
+    """PTX that turns two words of a row and its two words of scales into the eight registers of its
+    slices.
+    """
     lines = [".reg .b32 t, scales, one, nothing;", ".reg .b16 half0, half1;", "mov.b32 nothing, 0x80008000;"]
     for j in range(8):
         if j % 2 == 0:
@@ -114,7 +117,7 @@ def plain_slice(words, SLICE: tl.constexpr):
 
 @triton.jit
 def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
-    """The same without PTX: for the interpreter."""
+    """The same function without PTX, for the interpreter."""
     even = tl.join(plain_slice(words, 0), plain_slice(words, 2))
     odd = tl.join(plain_slice(words, 1), plain_slice(words, 3))
     codes = tl.reshape(tl.join(even, odd), [BN, 8, 2, 2, 2, 2])  # row, t, j / 4, h, j / 2 % 2, j % 2

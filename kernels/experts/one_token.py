@@ -9,26 +9,26 @@
 
 Groups of 128 and their multiples. Between the launches lie the rounded activations, [top_k, I].
 
-All words of a program are asked for at once and stay in registers; nothing is looped over but a K of many
+All words of a program are requested at once and stay in registers; there is no loop except over a K of many
 tiles. A warp has 16 rows and up to 8 tiles of 128 columns, 16 bytes a lane and load:
 
     row r, tile s:   word 4t  4t+1  4t+2  4t+3     lane (r, t): columns 4t .. 4t+3 of each slice
     mma.m16n8k16:    first operand (16 rows, a slice of 16 columns) . second (the slice, 8 columns)
 
 The 8 columns of the second operand are the *tiles of x*, the same for every tile of words: of the product of
-tile s only column s is meant, and is kept. So sums [16, 8] come to lie by group, and scales and zeros are
+tile s only column s is meant, and is kept. So sums [16, 8] are ordered by group, and scales and zeros are
 applied once for 8 groups, in fp32, with S the sums of x over each group (a product with ones):
 
     integer zero      scale * (P + low * S)              P = sum (128 + q) x, low = -(128 + z)
     fractional zero   scale * (P - 136 * S) + low * S    low = (8 - z) * scale
 
 So a weight takes 1.1 instructions (`int4.py`: 2.8), and no value changes lanes: both operands have a slice's
-columns in the order of the words, which are loaded as the matrix instruction wants them.
+columns in the order of the words, which are loaded in the order that the matrix instruction needs.
 
-`gate_up` owns 16 rows of gate and the same of up; `down` 16 rows of all top_k experts, summed in the order
-j = 0, 1, ...: neither needs another program, and the same token gives the same bits. What `down` reads first
-does not depend on `gate_up`, which lets it begin (PDL) as soon as its own loads are on their way, and asks
-for the words of `down` in L2. Bytes: 4.25 bits a weight of top_k experts.
+`gate_up` owns 16 rows of gate and the same of up; `down` 16 rows of all top_k experts, summed in the order j
+= 0, 1, ...: neither needs another program, and the same token gives the same bits. The first reads of `down`
+do not depend on `gate_up`, which lets it begin (PDL) as soon as its own loads have been issued, and
+prefetches the words of `down` into L2. Bytes: 4.25 bits per weight of top_k experts.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Int4Operand:
 
 
 def serves(gate_up: Int4Operand, down: Int4Operand) -> bool:
-    """Whether the kernels take experts of these weights."""
+    """Whether the kernels support experts of these weights."""
     return (
         all(operand.group_size % MAX_GROUP == 0 for operand in (gate_up, down))
         and gate_up.fractional == down.fractional
@@ -105,7 +105,9 @@ def _dequantized(operand: Int4Operand, index: int, dtype: torch.dtype) -> Tensor
 
 @triton.constexpr_function
 def codes_asm(half):
-    """PTX from two words of a row to the eight registers of their slices, two numbers 128 + q in each."""
+    """PTX that turns two words of a row into the eight registers of their slices, two numbers 128 + q in
+    each.
+    """
     code = "0x64006400" if half else "0x43004300"
     lines = [".reg .b32 t;"]
     for j in range(8):
@@ -145,8 +147,8 @@ def codes_of(words, WARPS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def zeros_of(words, ASM: tl.constexpr):
-    """As many zeros, which the compiler does not know to be one number: it would then unpack a single word,
-    without the one beside it."""
+    """Zeros that the compiler does not know to be equal: otherwise it would unpack a single word, without the
+    one beside it."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, 0;", "=r,r", (words,), dtype=tl.int32, is_pure=True, pack=1
@@ -206,7 +208,7 @@ def prefetch_asm():
 
 @triton.jit
 def prefetch_share(of, bytes_each, index, SHARES: tl.constexpr):
-    """Thread 0 asks for one of SHARES parts of `bytes_each` bytes at `of` in L2."""
+    """Thread 0 prefetches one of SHARES parts of `bytes_each` bytes at `of` into L2."""
     share = tl.cdiv(bytes_each, SHARES * 128) * 128
     begin = index * share
     count = tl.maximum(tl.minimum(share, bytes_each - begin), 0) & -16
@@ -217,14 +219,14 @@ def prefetch_share(of, bytes_each, index, SHARES: tl.constexpr):
 
 @triton.jit
 def word_rows(first, last):
-    """Rows of a program's words, [8, 1, 2, 1]; none beyond `last`, which is read again and not stored."""
+    """Rows of a program's words, [8, 1, 2, 1]; rows beyond `last` repeat it and are not stored."""
     inner = tl.arange(0, 2)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
     return tl.minimum(first + inner, last)
 
 
 @triton.jit
 def scale_rows(first, last):
-    """The same of its scale words, [1, 8, 1, 2, 1]."""
+    """The same rows of its scale words, [1, 8, 1, 2, 1]."""
     inner = tl.arange(0, 2)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
     return tl.minimum(first + inner, last)
 
@@ -241,7 +243,7 @@ def add_pairs(gate, up, more_gate, more_up):
 
 
 class GateUpForm(NamedTuple):
-    """What `gate_up_kernel` is compiled for.
+    """Compile-time parameters of `gate_up_kernel`.
 
     splits: warps that share K; steps: tiles of a warp in a round; even: K is whole rounds
     """
@@ -314,7 +316,7 @@ def gate_up_kernel(
 
 
 class DownForm(NamedTuple):
-    """What `down_kernel` is compiled for; taken: experts of the token, padded: to a power of two."""
+    """Compile-time parameters of `down_kernel`; taken: experts of the token, padded: to a power of two."""
 
     taken: int
     padded: int
@@ -332,9 +334,9 @@ class DownForm(NamedTuple):
 def down_kernel(
     activation, words, scale_words, expert, weight, y, E, N, K, rows, k_tiles, FORM: tl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y; a warp takes one of FORM.padded experts and a part of K; grid (row tiles).
+    """16 numbers of y; a warp handles one of FORM.padded experts and a part of K; grid (row tiles).
 
-    Before it waits for `gate_up` it reads weights, experts and their shares: those were there before
+    Before it waits for `gate_up` it reads weights, experts and their shares, which were there before
     `gate_up` let it begin.
     """
     WARPS: tl.constexpr = FORM.padded * FORM.splits
@@ -376,7 +378,7 @@ def down_kernel(
 
 
 def steps_and_rounds(k_tiles: int, splits: int) -> tuple[int, int]:
-    """Tiles of a warp in a round, and rounds, so that as little as possible is multiplied for nothing."""
+    """Tiles of a warp in a round, and rounds, with as little wasted work as possible."""
     rounds = triton.cdiv(k_tiles, splits * MOST_STEPS)
     return triton.cdiv(k_tiles, splits * rounds), rounds
 

@@ -7,11 +7,12 @@
     bias         [E, N]                          x's dtype, or None
     y            [A, N]                          by assignment; not written if an assignment is in no block
 
-What words and scale words mean is the decoder's, one a format (`int4.py`, `nvfp4.py`). Slice j of a tile's
-128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row hold columns 2t and 2t+1 of every
-slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. So they are read from shared memory in the very
-registers in which the matrix instruction wants its first operand, and no value ever changes lanes. The weight
-is the first operand ("swap AB"), blocks as in `unquantized.py`. Sums over K run in one order, in fp32.
+The decoder, one per format (`int4.py`, `nvfp4.py`), defines the meaning of words and scale words. Slice j of
+a tile's 128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row hold columns 2t and 2t+1 of
+every slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. So they are read from shared memory
+directly into the registers in which the matrix instruction needs its first operand, and no value changes
+lanes. The weight is the first operand ("swap AB"), blocks as in `unquantized.py`. Sums over K run in one
+order, in fp32.
 """
 
 from abc import ABC, abstractmethod
@@ -71,7 +72,7 @@ class ExpertsDecoder(ABC):
 
     @property
     def cache_key(self) -> str:
-        """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
+        """Triton's cache key, so that no compiled kernel outlives the source of a decoder."""
         return "-".join([repr(self), self.unpack_in_registers.cache_key, self.unpack_plainly.cache_key])
 
 
@@ -106,10 +107,10 @@ def load_scales(at, rows, COUNT: tl.constexpr, BN: tl.constexpr):
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for, beside the decoder.
+    """Compile-time parameters of the kernel, beside the decoder.
 
-    shared_by: assignments that share a row of x; evict: Triton's policy for words
-    chains: tiles of words a turn, each added up by itself: two chains of products hide each other's latency
+    shared_by: assignments that share a row of x; evict: Triton's policy for weights chains: tiles of words
+    per iteration, each with its own sum: two chains of products hide each other's latency
     """
 
     shared_by: int
@@ -132,7 +133,7 @@ def packed_grouped_kernel(
 ):  # fmt: skip
     """acc [bn, bm] += weight tile [bn, 128] . x tile [bm, 128]^T over K; grid (blocks * row tiles).
 
-    rows: N padded to whole tiles of 64, where bn may reach beyond; k_tiles: tiles of words along K
+    rows: N padded to whole tiles of 64, for bn that reaches beyond; k_tiles: tiles of words along K
     """
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn

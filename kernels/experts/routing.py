@@ -1,6 +1,6 @@
 """Sorting a step's assignments by expert, in blocks for grouped products; Triton, and its reference.
 
-Every token takes top_k experts: assignment a = t * top_k + j of token t. A grouped product wants the
+Every token is routed to top_k experts: assignment a = t * top_k + j of token t. A grouped product needs the
 assignments of one expert together, in blocks of a fixed number of rows, without the host knowing the counts.
 
     expert        int64 [T, top_k]       0 .. E-1; any other number is in no block, and nothing is computed
@@ -9,9 +9,9 @@ assignments of one expert together, in blocks of a fixed number of rows, without
 
 With A assignments over n experts there are at most n + (A - n) // rows blocks, most for n = min(A, E).
 
-A program for each expert: it counts all experts' assignments, so it knows where its own blocks begin, and
-stores its own by their rank among themselves. No atomics in global memory and no order of programs: the same
-routing gives the same blocks. One launch for any number of tokens, compiled once a bucket.
+One program per expert: it counts all experts' assignments, so it knows where its own blocks begin, and stores
+its own assignments by their rank. No atomics in global memory and no order of programs: the same routing
+gives the same blocks. One launch for any number of tokens, compiled once per bucket.
 """
 
 from dataclasses import dataclass
@@ -46,14 +46,14 @@ class ExpertRouting:
         return self.assignments.shape[1]
 
     def rows_per_input(self, inputs: int) -> int:
-        """Consecutive assignments that share a row of x: top_k where x is by token, 1 by assignment."""
+        """Consecutive assignments that share a row of x: top_k if x is by token, 1 if it is by assignment."""
         if inputs == 0 or self.count % inputs:
             raise ValueError(f"{inputs} rows of x for {self.count} assignments")
         return self.count // inputs
 
 
 def max_blocks(count: int, experts: int, block_rows: int) -> int:
-    """Blocks that `count` assignments can take at most."""
+    """The most blocks that `count` assignments can need."""
     used = min(count, experts)
     return used + (count - used) // block_rows
 
@@ -80,7 +80,7 @@ def _route(
     expert_ptr, assignments_ptr, block_expert_ptr, count, experts, blocks,
     ROWS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of one expert, and a part of the unused ones."""
+    """The blocks of one expert, and some of the unused blocks."""
     if PDL:
         # The product may take its place on the device while this runs; it waits for what is stored here.
         tl.extra.cuda.gdc_launch_dependents()
@@ -120,24 +120,25 @@ LARGEST_CHUNK = 4096
 
 
 def chunk_of(bucket: int, experts: int) -> tuple[int, int]:
-    """Assignments that a program looks at together, all of the bucket's where they are few; and its warps."""
+    """Assignments that a program reads at once, all of the bucket's if they are few; and its warps."""
     most = min(ROWS_PER_EXPERT[bucket] * experts, LARGEST_CHUNK)
     chunk = max(32, triton.next_power_of_2(int(most)))
     return chunk, 1 if chunk <= 128 else 4 if chunk <= 1024 else 8
 
 
 def buffer_size(count: int, experts: int) -> int:
-    """Numbers int32 that the blocks of `count` assignments take at most, in any bucket.
+    """The most int32 numbers that the blocks of `count` assignments need, in any bucket.
 
     Linear in `count`, with no conditions: it holds for a number of tokens that a traced graph knows as a
-    symbol only. Blocks of 8 rows take 9 numbers each, at most 9 E + 9/8 A in all; of 16 rows 17 min(A, E) +
-    17/16 (A - E), which is most for A = E; larger ones, where an expert gets more rows, hardly more.
+    symbol only. Blocks of 8 rows need 9 numbers each, at most 9 E + 9/8 A in all; blocks of 16 rows need 17
+    min(A, E) + 17/16 (A - E), which is largest for A = E; larger blocks, for experts with more rows, need
+    hardly more.
     """
     return 8 * count + 9 * experts
 
 
 def routing_in(buffer: Tensor, count: int, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """The blocks of `count` assignments where they lie in `buffer`, int32 [at least `buffer_size`]."""
+    """The blocks of `count` assignments, which are in `buffer`, int32 [at least `buffer_size`]."""
     bucket = bucket_of(count, experts)
     rows = block_rows_of(count, experts) if block_rows is None else block_rows
     blocks = max_blocks(count, experts, rows)
@@ -164,7 +165,7 @@ def route_into(buffer: Tensor, expert: Tensor, experts: int, block_rows: int | N
 
 
 def route(expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """The same in a buffer of its own."""
+    """The same blocks in a new buffer."""
     count = expert.numel()
     size = buffer_size(count, experts)
     if block_rows is not None:

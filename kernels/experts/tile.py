@@ -26,7 +26,7 @@ class Tile:
     warps: int
 
     def stages_on(self, capability: tuple[int, int]) -> int:
-        """Steps in flight where shared memory has room for them: two on anything but Hopper and Blackwell."""
+        """Steps in flight for which shared memory has room: two on anything but Hopper and Blackwell."""
         return self.stages if capability[0] in (9, 10) else 2
 
 
@@ -36,6 +36,6 @@ def bucket_of(assignments: int, experts: int) -> int:
 
 
 def block_rows_of(assignments: int, experts: int, keeps_bits: bool = False) -> int:
-    """Rows of a block. With keeps_bits, no row's bits depend on how many assignments there are."""
+    """Rows of a block. With keeps_bits, no row's bits depend on the number of assignments."""
     rows = BLOCK_ROWS[bucket_of(assignments, experts)]
     return max(rows, INVARIANT_ROWS) if keeps_bits else rows

@@ -7,8 +7,8 @@
 
 A CTA takes n rows of an expert's weight and one block of its assignments. The weight is the first operand of
 the matrix instruction ("swap AB"), so that a block of 8 rows costs an instruction of N = 8 and no more. The
-CTAs of a block are neighbours, and so are the blocks of an expert: what is read twice lies in the L2 cache.
-Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run in one order, in fp32.
+CTAs of a block are neighbours, and so are the blocks of an expert: data that is read twice is in the L2
+cache. Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run in one order, in fp32.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ def grouped_matmul_reference(x: Tensor, weight: Tensor, expert: Tensor, bias: Te
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for; shared_by: assignments that share a row of x; evict: Triton's policy
-    for weights."""
+    """Compile-time parameters of the kernel; shared_by: assignments that share a row of x; evict: Triton's
+    policy for weights."""
 
     shared_by: int
     even_n: bool

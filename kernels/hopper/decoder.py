@@ -1,6 +1,6 @@
 """The decoder interface of the Hopper kernels: a packed format's bytes in the ring become wgmma's operand.
 
-Each format has one subclass, in its own folder. Not for packing, which lies beside each decoder, nor for
+Each format has one subclass, in its own folder. Not for packing, which is beside each decoder, nor for
 scheduling, loading and summing, which are the same for all formats.
 """
 
@@ -78,14 +78,14 @@ class Decoder(ABC):
 
     @property
     def scale_columns(self) -> int:
-        """Columns of K that one `read_scales` serves: 64, or 128 where two tiles share theirs."""
+        """Columns of K that one `read_scales` serves: 64, or 128 if two tiles share their scales."""
         return 64
 
     @property
     def planes(self) -> int:
-        """1; or 2, where the weight is the sum of two that lie one behind the other along K.
+        """1; or 2, if the weight is the sum of two that are stored one behind the other along K.
 
-        Each has a multiple of 256 columns then, so that no stage is in both.
+        Each then has a multiple of 256 columns, so that no stage is in both.
         """
         return 1
 
@@ -103,6 +103,6 @@ class Decoder(ABC):
 
     @property
     def cache_key(self) -> str:
-        """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
+        """Triton's cache key, so that no compiled kernel outlives the source of a decoder."""
         functions = [function for function in vars(type(self)).values() if isinstance(function, JITFunction)]
         return "-".join([repr(self), *(function.cache_key for function in functions)])

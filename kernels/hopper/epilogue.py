@@ -35,7 +35,7 @@ FP16_ROWS = gl.constexpr(128)
 
 @aggregate
 class Exchange:
-    """Where partial sums go and come from.
+    """Destination and source of partial sums.
 
     partials, semaphores   scratch memory and counters, both indexed by CTA or, with TAILS, by tile
     cta                    this CTA
@@ -60,7 +60,7 @@ class Exchange:
 
 @aggregate
 class Output:
-    """y [M, N], the sums times `factor` where there is one.
+    """y [M, N], the sums times `factor` if there is one.
 
     With VECTOR_STORE its rows are whole groups of four.
     """
@@ -93,7 +93,7 @@ def fragment_layout(rows):
 
 @gluon.jit
 def split_accumulator(accumulator, BN: gl.constexpr, COLUMNS: gl.constexpr):
-    """An accumulator [BN, COLUMNS] as a tuple of fragments [BN, 8], four values a thread; nothing moves."""
+    """An accumulator [BN, COLUMNS] as a tuple of fragments [BN, 8], four values per thread; no data moves."""
     if COLUMNS == 8:
         return (gl.convert_layout(accumulator, fragment_layout(BN), assert_trivial=True),)
     else:
@@ -113,8 +113,8 @@ def partial_offsets(BN: gl.constexpr):
 def send_partials(fragments, exchange, offsets, t):
     """Store partial sums, then release the owner's semaphore.
 
-    Addresses are immediates behind one register: an address each would take the registers that hold loads in
-    flight.
+    Addresses are immediates relative to one register: separate addresses would take the registers that hold
+    loads in flight.
     """
     gdc_wait()
     scratch = opaque_address(exchange.partials + exchange.cta * partial_floats(t.BN, t.BM))
@@ -132,7 +132,7 @@ def send_partials(fragments, exchange, offsets, t):
 def store_scaled_fp16(fragments, scratch, offsets, t):
     """Sums in fp16, times the power of two that brings a thread's greatest to 2^14 .. 2^15.
 
-    With an infinite one among them the thread's others go unscaled.
+    If one of a thread's sums is infinite, its other sums are not scaled.
     """
     greatest = gl.zeros_like(fragments[0])
     for i in gl.static_range(t.BM // 8):
@@ -178,7 +178,8 @@ def reduce_partials(fragments, exchange, offsets, t):
 
 @gluon.jit
 def add_scaled_fp16(fragments, scale_address, address, OFFSET: gl.constexpr, SHARED: gl.constexpr, t):
-    """Add what `store_scaled_fp16` has stored, from scratch memory or, prefetched, from shared memory.
+    """Add the sums that `store_scaled_fp16` has stored, from scratch memory or, if prefetched, from shared
+    memory.
 
     OFFSET: of the scales behind `scale_address`
     """
@@ -192,7 +193,7 @@ def add_scaled_fp16(fragments, scale_address, address, OFFSET: gl.constexpr, SHA
 
 @gluon.jit
 def store_y(fragments, output, tile_n, tile_m, t):
-    """Round the sums and store them to the tile of y, where that has rows and columns for them."""
+    """Round the sums and store them to the tile of y, as far as it has rows and columns."""
     M = output.M
     N = output.N
     if output.factor is not None:

@@ -38,10 +38,10 @@
     row_pair_scales.py   what decoders share whose scales lie by pairs of rows
     ptx.py               inline PTX
 
-What the bytes are is the formats' own: each has a folder beside this one, with a decoder and its packing.
+The formats define the bytes: each has a folder beside this one, with a decoder and its packing.
 
 Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
-M; what chose them is measured, by `tests/bench/kernels/int4_tuning.py`.
+M; they were chosen by measurements (`tests/bench/kernels/int4_tuning.py`).
 """
 
 import torch
@@ -55,7 +55,7 @@ MAX_ROWS = 16384
 
 
 def matmul(x: Tensor, weight: PackedOperand, n: int, batch_invariant: bool = False) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T; x bf16 or fp16 as the decoder has it, contiguous, on 16 bytes."""
+    """y [M, N] = x [M, K] @ w.T; x in the decoder's bf16 or fp16, contiguous, aligned to 16 bytes."""
     m = len(x)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if batch_invariant:

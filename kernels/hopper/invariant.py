@@ -1,6 +1,6 @@
 """Batch-invariant matrix product on Hopper, split-K, in Gluon: one order of summation for every M.
 
-y [M, N] = x [M, K] @ w.T, w [N, K] packed; what its bytes mean is the decoder's (`decoder.py`). Where a
+y [M, N] = x [M, K] @ w.T, w [N, K] packed; the decoder (`decoder.py`) defines the meaning of its bytes. If a
 row's bits may depend on M, `stream_k.py` is faster. `invariant_config.py` chooses tiles and splits.
 
 "Swap AB": the weight is wgmma's M operand, `acc[BN, BM] += w[BN, 64] . x[BM, 64]^T`, so that sixteen rows of
@@ -10,10 +10,10 @@ x cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
     consumers       shared loads: a lane's words of a tile, decoded
                     register-operand wgmma, asynchronous; the next chunk is decoded meanwhile
 
-A weight with few tiles is split along K, in as many splits as suit a single row of x. Each leaves its fp32
-partial sums in scratch memory; the CTA that finishes last reduces them in order of K, so the bits are the
-same whoever is last. For more rows one CTA sums a tile's splits, one after the other, to the same bits
-(SEQUENTIAL).
+A weight with few tiles is split along K, into the number of splits that suits a single row of x. Each split
+writes its fp32 partial sums to scratch memory; the CTA that finishes last adds them in the order of K, so the
+bits do not depend on which CTA is last. For more rows one CTA sums a tile's splits, one after the other, to
+the same bits (SEQUENTIAL).
 
 PDL (programmatic dependent launch): the producer loads weights before the kernel ahead has ended;
 activations, and everything that is written, wait for its end.
@@ -65,7 +65,7 @@ def read_operand(words_smem, scale_smem, CHUNK: gl.constexpr, t):
 
 @aggregate
 class Work:
-    """A tile of y and the stages `begin` to `end` of K of one of its splits.
+    """A tile of y, and the stages `begin` to `end` of K in one of its splits.
 
     units, num_splits  SEQUENTIAL: the units of `SPLIT_UNIT` columns in K, and into how many splits
     """
@@ -124,10 +124,10 @@ def producer_partition(ring, empty, work, t):
 
 @gluon.jit
 def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
-    """The sums [BN, BM] over one split of K; with SEQUENTIAL over all splits, each summed by itself.
+    """The sums [BN, BM] over one split of K; with SEQUENTIAL over all splits, each summed separately.
 
-    A turn of the loop takes an even number of chunks, so that the operand in flight and the one being made
-    keep registers of their own; one chunk is decoded while the wgmmas of the one before run.
+    An iteration of the loop handles an even number of chunks, so that the operand in flight and the one being
+    made have their own registers; one chunk is decoded while the wgmmas of the previous one run.
     """
     begin = work.begin
     end = work.end
@@ -176,7 +176,7 @@ def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
 
 @aggregate
 class Output:
-    """y [M, N], the sums times `factor` where there is one.
+    """y [M, N], the sums times `factor` if there is one.
 
     With TMA_STORE it is written through `staging` in shared memory by `y_desc`.
     """
@@ -222,7 +222,7 @@ def store_y(sums, output, first_row, first_column, t):
 
 @gluon.constexpr_function
 def reduce_unroll(rows):
-    """Partial sums loaded together: as many as registers hold."""
+    """Partial sums loaded together: as many as fit in registers."""
     return 8 if rows <= 16 else 4 if rows <= 64 else 1
 
 

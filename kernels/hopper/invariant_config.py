@@ -1,8 +1,8 @@
 """Bucket table and split-K heuristics of the batch-invariant kernel: which tile, how many splits of K.
 
-The tile depends on the number of rows of x: a bucket and not a shape, so nothing compiles for a new M. How
-many splits depends on the shape of the weight alone, so that a row's bits do not depend on what comes with
-it. Costs were measured on one H200 (`tests/bench/results/kernels/int4_kernel_log.md`).
+The tile depends on the number of rows of x, by bucket, and not on the shape, so nothing compiles for a new M.
+The number of splits depends on the shape of the weight alone, so that a row's bits do not depend on other
+rows. Costs were measured on one H200 (`tests/bench/results/kernels/int4_kernel_log.md`).
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """Splits of K, by the shape of the weight alone: few where K is long, which suits 64 and 128 rows."""
+    """Splits of K, by the shape of the weight alone: few if K is long, which suits 64 and 128 rows."""
     tile = BUCKETS[8][0]
     slots = NUM_SMS * (2 if k > LONG_K else tile.ctas_per_sm)
     split = split_of(tile.num_tiles(1, n), triton.cdiv(k, SPLIT_UNIT), slots)

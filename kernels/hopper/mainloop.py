@@ -3,9 +3,9 @@
     ring slot --ld.shared--> words --decode--> A operand in registers --+
     ring slot (x) ----------- B operand in shared memory, transposed ---+--> wgmma
 
-The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; at the next one
-the warpgroup stalls until there is room. So what is decoded behind all wgmmas of a chunk is hidden by the
-last of them only, and there are two schedules:
+The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; at the next one the
+warpgroup stalls until there is room. So the decoding behind all wgmmas of a chunk is hidden only by the last
+of them, and there are two schedules:
 
     chunked_mainloop  decode 64 or 128 columns, then issue their wgmmas: up to 64 rows of x, which is bound
                       by bytes from HBM, or where the scale multiplies the sums
@@ -24,7 +24,7 @@ from .ptx import mbarrier_arrive, mbarrier_wait
 
 @gluon.constexpr_function
 def lane_layout(warps):
-    """[row / 16, r, t]: one element a thread."""
+    """[row / 16, r, t]: one element per thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[],
         lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
@@ -49,7 +49,7 @@ def lane_offsets(t):
 
 @gluon.jit
 def read_operand(slot, lane, row, CHUNK: gl.constexpr, t, smem):
-    """Chunk `CHUNK` of a slot: the operand, and the scales of its sums where these are scaled."""
+    """Chunk `CHUNK` of a slot: the operand, and the scales of its sums if sums are scaled."""
     tile: gl.constexpr = CHUNK * t.SLICES // 4
     words = t.DECODER.read_words(slot, lane, tile, t, smem)
     scales = t.DECODER.read_scales(slot, row, tile, t, smem)
@@ -132,8 +132,8 @@ def read_stage(slot, lane, row, t, smem):
 def sliced_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
     """w . x^T over stages `k_stage` to `k_end` of K, slice by slice; two wgmmas of K=16 in flight.
 
-    With three in flight, or with the next stage's words read two wgmmas ahead and not three, the compiler
-    serializes the wgmmas; a test looks.
+    With three wgmmas in flight, or with the next stage's words read two wgmmas ahead instead of three, the
+    compiler serializes the wgmmas; a test checks this.
     """
     slices: gl.constexpr = 4 * t.K_TILES
     accumulator = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)

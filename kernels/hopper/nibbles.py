@@ -1,11 +1,11 @@
-"""Reading words of four-bit codes from the ring: what the decoders of all formats of four bits share.
+"""Reads words of four-bit codes from the ring: shared by the decoders of all formats of four bits.
 
 A tile of 64 rows and 64 columns is 2 KB, 512 words; a lane's four words lie side by side:
 
     word index   w . r . t . v . u         v: columns + 8    u: rows + 8
     bits         2   3   2   1   1
 
-Not for what the codes in a word mean.
+Not for the meaning of the codes in a word.
 """
 
 from ..triton_imports import gl, gluon, reinterpret

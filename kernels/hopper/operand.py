@@ -1,7 +1,7 @@
 """Decoded slices joined to wgmma's register operand, for the stream-K and the batch-invariant kernel.
 
 Nothing changes its register here: `assert_trivial` has the compiler refuse a decoder that would need it. Not
-for decoding, which is the format's.
+for decoding, which each format defines.
 """
 
 from ..triton_imports import gl, gluon
@@ -9,7 +9,9 @@ from ..triton_imports import gl, gluon
 
 @gluon.jit
 def join_slices(part, SLICES: gl.constexpr):
-    """What `decode` returns as one tensor [row / 16, r, t, v, h, u, slice ...]: what is joined comes last."""
+    """The result of `decode` as one tensor [row / 16, r, t, v, h, u, slice ...]: joined dimensions come
+    last.
+    """
     if SLICES == 1:
         slices = gl.join(part[0], part[1])
     elif SLICES == 2:

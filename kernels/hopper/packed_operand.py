@@ -1,4 +1,4 @@
-"""A packed weight as the Hopper kernels take it, and the TMA descriptors of its stages; host side."""
+"""A packed weight for the Hopper kernels, and the TMA descriptors of its stages; host side."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,7 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
 
 @dataclass(frozen=True)
 class PackedOperand:
-    """A packed weight [N, K] as the kernels take it.
+    """A packed weight [N, K] for the kernels.
 
     words       int32 [N/64, K/64, word_rows * 64], tiles of 64 rows and 64 columns
     scales      int32, as the decoder has it

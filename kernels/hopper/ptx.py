@@ -7,7 +7,7 @@ looks).
 
 Each operation is a Gluon function with its PTX above it. `ptx` numbers the operands, which the text names:
 results first, then arguments; with `pack=4` an argument is four registers, one for each value of a thread.
-`inline_asm_elementwise` wants a result, so where there is none `unused` is set to zero.
+`inline_asm_elementwise` needs a result, so if there is none `unused` is set to zero.
 """
 
 from ..triton_imports import gl, gluon
@@ -107,7 +107,9 @@ def mbarrier_arrive_asm():
 
 @gluon.jit
 def mbarrier_arrive(barrier, pred):
-    """One arrival for this warp. What its lanes read was used by the wgmma issued since, so it is read."""
+    """This warp arrives once. The wgmma issued since then used the words that its lanes read, so the read is
+    complete.
+    """
     gl.inline_asm_elementwise(
         mbarrier_arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -115,7 +117,7 @@ def mbarrier_arrive(barrier, pred):
 
 @gluon.jit
 def sync_warp():
-    """Orders what this warp's lanes wrote before its next mbarrier arrive."""
+    """Orders this warp's writes before its next mbarrier arrive."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -247,7 +249,7 @@ def semaphore_reset(semaphore, OF: gl.constexpr):
 
 @gluon.jit
 def opaque_address(pointer):
-    """The pointer as an int64 that the compiler cannot recompute, so it hoists nothing made from it."""
+    """The pointer as an int64 that the compiler cannot recompute, so it hoists nothing computed from it."""
     return gl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [pointer.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -375,7 +377,7 @@ def load_fp16_asm(offset, shared):
 
 @gluon.jit
 def load_fp16(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
-    """What `store_fp16` stored, as two times four sums in fp32, from global or shared memory."""
+    """The sums that `store_fp16` stored, as two times four sums in fp32, from global or shared memory."""
     return gl.inline_asm_elementwise(
         load_fp16_asm(OFFSET, SHARED), load_constraints(8, SHARED), [address],
         dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
@@ -391,7 +393,7 @@ def load_scale_asm(offset, shared):
 
 @gluon.jit
 def load_scale(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
-    """What `store_scale` stored, four times."""
+    """The scale that `store_scale` stored, four times."""
     return gl.inline_asm_elementwise(
         load_scale_asm(OFFSET, SHARED), load_constraints(4, SHARED), [address],
         dtype=gl.float32, is_pure=False, pack=4,

@@ -6,8 +6,8 @@ order, if it is the same one, so these warps transpose the pairs of x:
 
     pair 4 t + q of 32 columns  -->  pair 4 q + t
 
-which is 16 bytes of four 16-byte chunks each: four loads and four stores for a thread. They stand between the
-producer and the consumers: x arrives at mbarriers of its own, and a stage is full when these warps arrive as
+which is 16 bytes of four 16-byte chunks each: four loads and four stores for a thread. They work between the
+producer and the consumers: x arrives at separate mbarriers, and a stage is full when these warps arrive as
 well. Not for words and scales, nor for formats that are packed in wgmma's own order.
 """
 
@@ -20,7 +20,7 @@ THREADS = gl.constexpr(REORDERING_WARPS.value * 32)
 
 @gluon.constexpr_function
 def transpose_asm(first, rows):
-    """first: an item, a multiple of 64, that so many items on from that of `$address` is treated."""
+    """first: an item, a multiple of 64; item first + $address is handled"""
     half, row = first // rows, first % rows
     added, xored = half // 2 * rows * 128 + row * 128, half % 2 * 64
     lines = [
@@ -47,7 +47,7 @@ def transpose_pairs(address, FIRST: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def publish():
-    """What this warp's lanes wrote is there for wgmma, before its next mbarrier arrive."""
+    """This warp's writes become visible to wgmma before its next mbarrier arrive."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0],
         dtype=gl.int32, is_pure=False, pack=1,

@@ -1,11 +1,11 @@
-"""Reading scales from the ring that lie by pairs of rows: what NVFP4's and IQ2_XXS's decoders share.
+"""Reads scales for pairs of rows from the ring: shared by NVFP4's and IQ2_XXS's decoders.
 
 A tile of 64 rows and 64 columns has 64 words of them, two for each pair of rows r and r + 8 of a warp:
 
     word index   w . r . word
     bits         2   3   1
 
-Not for what the bits of a word mean.
+Not for the meaning of a word's bits.
 """
 
 from ..triton_imports import gl, gluon

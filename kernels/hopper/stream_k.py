@@ -1,6 +1,6 @@
 """Matrix product with stream-K on Hopper, in Gluon: y [M, N] = x [M, K] @ w.T, w [N, K] packed.
 
-For any number of rows of x. Not for batch-invariant serving (`invariant.py`): where K is split depends on M.
+For any number of rows of x. Not for batch-invariant serving (`invariant.py`): the split of K depends on M.
 
 What the bytes of w mean is the decoder's (`decoder.py`); the way of a tile through this kernel is drawn in
 `gemm.py`. "Swap AB": the weight is wgmma's M operand, decoded in registers, and x its N operand, so that
@@ -145,7 +145,7 @@ class Decomposition:
 
 @aggregate
 class Work:
-    """The stages of K that a CTA goes through, tile by tile.
+    """The stages of K that a CTA handles, tile by tile.
 
     tile_n, tile_m, k  of the first stage
     k_begin            where in K the next tiles begin: 0, or behind the heads for a CTA of tails
@@ -289,7 +289,7 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     scale_weights: scales multiply weights, else sums; vector_store: rows of y have whole groups of four
     tails: CTAs beyond one a tile have the tails of several
@@ -303,7 +303,7 @@ class Form(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """What Triton files compiled kernels under, so that none outlives the source of a decoder."""
+        """Triton's cache key, so that no compiled kernel outlives the source of a decoder."""
         return f"{self!r}-{self.decoder.cache_key}"
 
 
@@ -394,7 +394,7 @@ class Tile(HopperTile):
 
     @property
     def partial_floats(self) -> int:
-        """fp32 numbers of scratch memory that the partial sums of a CTA take."""
+        """fp32 numbers of scratch memory for the partial sums of a CTA."""
         return partial_floats(self.n, self.m)
 
 
@@ -429,7 +429,7 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
 
 
 class Split(NamedTuple):
-    """What a launch says of the split.
+    """The split of a launch.
 
     scratch   fp32 numbers for partial sums
     counts    the kernel's arguments from `tiles_m` to `tails_per_cta`
@@ -443,7 +443,9 @@ class Split(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def split_of(m: int, n: int, columns: int, config: Config) -> Split:
-    """Found once for all layers alike: in a prompt that no graph covers, Python's time counts."""
+    """It is computed once for all layers of one shape: in a prompt that no graph covers, Python's time
+    counts.
+    """
     tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
     tiles_m = triton.cdiv(m, tile.m)
     iters_per_tile = triton.cdiv(columns, tile.iter_columns)
@@ -466,5 +468,5 @@ def packed_bytes(offsets: tuple[int, ...]) -> int:
 
 
 def form_of(tile: Tile, decoder: Decoder, n: int, tails: bool) -> Form:
-    """What the kernel is compiled for: of n only whether rows of y have whole groups of four."""
+    """Compile-time parameters of the kernel: of n only whether rows of y are whole groups of four."""
     return Form(tile, decoder, not decoder.scales_sums(tile), n % 4 == 0, tails)

@@ -3,7 +3,7 @@
 Everything depends on the bucket of M and on N and K, so nothing compiles for a new M. Tiles, costs and
 thresholds were chosen by timing every candidate on one H200 in November 2026
 (`tests/bench/kernels/int4_tuning.py`, `tests/bench/results/kernels/int4_kernel_log.md`). Costs are in columns
-of K: the time that the wgmmas of so many take. Not for batch-invariant serving: `invariant_config.py`.
+of K: the time of the wgmmas for that many columns. Not for batch-invariant serving: `invariant_config.py`.
 """
 
 import itertools
@@ -96,7 +96,7 @@ def large_m_tile(m: int, n: int, k: int) -> Tile:
 
 
 def large_m_config(tile: Tile, m: int, n: int, k: int) -> Config:
-    """Data-parallel where tiles come out almost even, or where splitting costs more than it gains."""
+    """Data-parallel if tiles are distributed almost evenly, or if splitting costs more than it gains."""
     tiles, slots = tile.num_tiles(m, n), NUM_SMS * tile.ctas_per_sm
     tiles_per_cta = triton.cdiv(tiles, slots)
     if tiles % tiles_per_cta == 0 and tiles // tiles_per_cta >= 0.95 * slots:
@@ -128,10 +128,10 @@ def head_tail_config(tiles: int, iters_per_tile: int) -> Config | None:
 
 
 def split_config(tile: Tile, m: int, n: int, k: int) -> Config:
-    """Stream-K on about as many CTAs as there are slots, but rather on so many that split tiles alike.
+    """Stream-K on about as many CTAs as there are slots, preferably on a number that splits tiles alike.
 
-    CTAs at the same columns of K find x in L2 together (`stream_k.py`). And where a tile has many parts,
-    they are as equal as its iterations allow.
+    CTAs at the same columns of K find x in L2 together (`stream_k.py`). If a tile has many parts, they are as
+    equal as its iterations allow.
     """
     tiles, iters_per_tile = tile.num_tiles(m, n), triton.cdiv(k, tile.iter_columns)
     slots = NUM_SMS * tile.ctas_per_sm
@@ -154,7 +154,7 @@ def split_config(tile: Tile, m: int, n: int, k: int) -> Config:
 
 
 def l2_aligned_ctas(tiles: int, slots: int, places: int) -> int:
-    """The largest number of CTAs whose shares start at no more than so many places of K.
+    """The largest number of CTAs whose shares start at no more than this many places of K.
 
     At least nine tenths of `slots`, or all of them.
     """
@@ -171,9 +171,10 @@ def l2_aligned_ctas(tiles: int, slots: int, places: int) -> int:
 def balanced_start_offsets(
     period: int, tiles: int, iters_per_tile: int, iter_columns: int
 ) -> tuple[int, ...]:
-    """Start offsets of `period` CTAs that share so many tiles, so that the last of them finishes soonest.
+    """Start offsets of `period` CTAs that share this many tiles, so that the last of them finishes as early
+    as possible.
 
-    And the first latest: of equal choices the most level one was fastest.
+    Among equal choices, the first CTA finishes as late as possible: the most even choice was fastest.
     """
     starts = [i * tiles * iters_per_tile // period for i in range(period + 1)]
     most = int(MAX_SHIFT // iter_columns)

@@ -1,12 +1,13 @@
-"""Tail partials prefetched: stream-K where one CTA has the head of each tile, others the tails of a few.
+"""Tail partials prefetched: stream-K in which one CTA has the head of each tile, and other CTAs the tails of
+a few.
 
     CTA 0  |---- head of tile 0 ----|          two tiles by three CTAs
     CTA 1  |---- head of tile 1 ----|
     CTA 2    tail 0 |--| tail 1 |--|           sends both before the owners have reached their ends
 
-An owner's producer warp loads the tail's partial sums into the ring before the owner wants them; a sender's
+An owner's producer warp loads the tail's partial sums into the ring before the owner needs them; a sender's
 producer warp signals for its consumers, so that these do not wait until their stores are visible. For tiles
-of 64 rows of the weight, whose partial sums in fp16 take no more than a stage's activations.
+of 64 rows of the weight, whose partial sums in fp16 need no more room than a stage's activations.
 """
 
 from ..triton_imports import gl, gluon
@@ -50,7 +51,7 @@ def signal_tails(exchange, num_tails, smem):
 def prefetch_tail(exchange, stages, t, smem):
     """Producer warp of an owner: load the tail's sums into the slot behind its `stages` stages.
 
-    The sums take the place of the slot's activations, their scales that of its words.
+    The sums replace the slot's activations, their scales replace its words.
     """
     tile = exchange.owner
     semaphore_acquire(exchange.semaphores + tile, 1)
@@ -65,7 +66,7 @@ def prefetch_tail(exchange, stages, t, smem):
 
 @gluon.jit
 def add_tail(fragments, slot, phase, offsets, t, smem):
-    """Consumers of an owner: add what `prefetch_tail` has loaded."""
+    """Consumers of an owner: add the sums that `prefetch_tail` has loaded."""
     mbarrier_wait(smem.FULL + slot * 8, phase)
     scale_address = offsets // 4 + slot * smem.WORD_BYTES
     return add_scaled_fp16(

@@ -74,7 +74,7 @@ def stage_bytes(words_block, scale_block, x_block):
 
 @gluon.constexpr_function
 def full_bytes(words_block, scale_block, x_block, x_apart):
-    """Those that the mbarrier of a full stage counts: x's too, unless these arrive at one of their own."""
+    """The bytes that the mbarrier of a full stage counts: x's too, unless x arrives at a separate one."""
     return stage_bytes(words_block, scale_block, x_block) - (activation_bytes(x_block) if x_apart else 0)
 
 

@@ -1,7 +1,7 @@
 """Compile-time numbers of the Hopper kernels, as Gluon aggregates.
 
-What CUTLASS calls kernel traits: built once at the top of a kernel from the host's `HopperTile` and `Decoder`
-and passed down, so that no device function repeats them. They hold no run-time values.
+The kernel traits of CUTLASS: built once at the top of a kernel from the host's `HopperTile` and `Decoder` and
+passed down, so that no device function repeats them. They hold no run-time values.
 """
 
 import math

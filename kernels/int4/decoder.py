@@ -1,15 +1,15 @@
 """INT4 to wgmma's register operand on Hopper: the decoder of the stream-K and the batch-invariant kernel.
 
-The bytes are those of `packing.py`, where the reference is:
+`packing.py` describes the bytes, and has the reference:
 
     shift, lop3      two numbers 128 + q of a lane's word, in the register where wgmma wants them: no value
                      changes lanes
     sub 128 + z      q - z, exact;   mul: times the scale                                 (integer zero)
     sub 136          q - 8, exact;   fma: times the scale, plus (8 - z) * scale           (fractional zero)
 
-Instructions a weight (SASS, all of the main loop): 2.9 in chunks of 128 columns, 3.2 in chunks of 64; at the
-HBM bandwidth of an H200 there is issue room for 3.7. Where a kernel multiplies its sums over a group by the
-scale instead (SCALE_WEIGHTS false), the mul falls away: 2.4.
+Instructions per weight (SASS, all of the main loop): 2.9 in chunks of 128 columns, 3.2 in chunks of 64; at
+the HBM bandwidth of an H200 there is issue room for 3.7. If a kernel multiplies its sums over a group by the
+scale instead (SCALE_WEIGHTS false), the mul is not needed: 2.4.
 """
 
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ def split_scale_word(scale_word, t):
 
 @gluon.jit
 def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
-    """Slices of a tile, as `Decoder` wants them."""
+    """Slices of a tile, as `Decoder` requires them."""
     asm: gl.constexpr = unpack_asm(FIRST, SLICES, t.DECODER, t.SCALE_WEIGHTS)
     constraints: gl.constexpr = unpack_constraints(SLICES, t.DECODER.group_size)
     types: gl.constexpr = slice_types(SLICES, t.DTYPE)
@@ -152,7 +152,7 @@ def read_scales(slot, row, TILE: gl.constexpr, t, smem):
 
 @gluon.jit
 def read_sum_scales(slot, CHUNK: gl.constexpr, t, smem):
-    """The scales of chunk `CHUNK`, a group of 128 columns, as they multiply its sums: [BN, 1]."""
+    """The scales of chunk `CHUNK`, a group of 128 columns, for its sums: [BN, 1]."""
     row = gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
     words = load_shared(slot * smem.SCALE_BYTES + row * 4, smem.SCALES + CHUNK * t.BN * 4)
     return gl.expand_dims(scale_from_word(words), 1)
@@ -206,6 +206,6 @@ class Int4Decoder(Decoder):
         return [max(1, tile.k_tiles * 64 // self.group_size), tile.n]
 
     def scales_sums(self, tile: HopperTile) -> bool:
-        """With few rows of x, where a chunk is a group: its sums are fewer than its weights."""
+        """With few rows of x, if a chunk is a group: its sums are fewer than its weights."""
         chunk_is_group = tile.slices == 8 and self.group_size == 128
         return tile.m <= MAX_SCALED_SUM_ROWS and chunk_is_group and not self.fractional

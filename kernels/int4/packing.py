@@ -7,8 +7,9 @@ A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (la
     words        int32 [N/64, K/64, 512]  tiles of 64 rows and 64 columns, along K first; the last zero-padded
     scale_words  int32 [K/group, N]       scale and zero of a row's group in one word; N padded to 64
 
-One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t rows r and r+8, columns 2t, 2t+1, 2t+8
-and 2t+9 of each of the four slices of 16 columns: what wgmma and mma.sync want of their first operand. So
+One tile. Warp w of four handles rows 16w .. 16w+15, and its lane 4r + t handles rows r and r+8, columns 2t,
+2t+1, 2t+8 and 2t+9 of each of the four slices of 16 columns, as wgmma and mma.sync require of their first
+operand. So
 
     word index   w . r . t . v . u         v: columns + 8    u: rows + 8
     bits         2   3   2   1   1
@@ -26,7 +27,7 @@ numbers of the activations' type, the scale in the high half and (8 - zero) * sc
     integer zero      w = (q - zero) * scale         q - zero exact, one rounding to the activations' type
     fractional zero   w = (q - 8) * scale + (8 - zero) * scale       one rounding likewise
 
-Bytes of one weight in groups of 128: N*K/2 + N*K/32, that is 4.25 bits a weight.
+Bytes of one weight in groups of 128: N*K/2 + N*K/32, that is 4.25 bits per weight.
 """
 
 import torch

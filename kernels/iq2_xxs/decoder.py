@@ -1,14 +1,14 @@
 """IQ2_XXS to wgmma's register operand on Hopper: the decoder of the stream-K kernel.
 
-The bytes are those of `packing.py`, the look-ups those of `lookup.py`. For eight weights of a lane:
+`packing.py` describes the bytes, `lookup.py` the look-ups. For eight weights of a lane:
 
     lop3, or shift and lop3   the address of the codebook's entry           1.5
     lds.128                   four pairs of numbers                         1
     4 (shift, lop3)           their signs                                   7.5
     4 mul                     times one half of a register that holds the scales of rows r and r + 8
 
-A vector's eight columns are its lane's own, where wgmma gives a lane every fourth pair: so x's pairs change
-places in shared memory (`hopper/reorder_x.py`). Not for the batch-invariant kernel.
+A vector's eight columns belong to one lane, while wgmma gives a lane every fourth pair: so x's pairs are
+reordered in shared memory (`hopper/reorder_x.py`). Not for the batch-invariant kernel.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def lane_offsets(warp, r, quad, t):
 
 @gluon.jit
 def read_words(slot, lane, TILE: gl.constexpr, t, smem):
-    """A lane's words of both blocks of one tile, and where its copy of the codebook begins."""
+    """A lane's words of both blocks of one tile, and the beginning of its copy of the codebook."""
     a, b = load_shared_v2(lane + slot * smem.WORD_BYTES, smem.WORDS + TILE * 1024)
     copy = (lane & 56) * 2
     return two_by_two(a, b), two_by_two(copy, copy)
@@ -86,7 +86,7 @@ def read_words(slot, lane, TILE: gl.constexpr, t, smem):
 
 @gluon.jit
 def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
-    """Slices of a tile, as `Decoder` wants them."""
+    """Slices of a tile, as `Decoder` requires them."""
     word, copy = words
     asm: gl.constexpr = decode_asm(FIRST, SLICES, t.HALF)
     constraints: gl.constexpr = decode_constraints(SLICES)

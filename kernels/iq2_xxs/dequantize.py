@@ -1,4 +1,4 @@
-"""An IQ2_XXS weight, packed as `packing.py` says, to a dense one: for products of many rows.
+"""Dequantizes an IQ2_XXS weight, packed as in `packing.py`, to a dense one: for products of many rows.
 
 Plain Triton. A program makes a tile of 64 by 64; the codebook comes from L1, the signs from shifts.
 """

@@ -2,9 +2,9 @@
 
 The codebook lies at the start of shared memory, at `global_smem` (a test looks), 128 bytes an entry: its
 eight numbers in 16 bits, 16 bytes, eight times. Lane i reads copy i % 8, so the eight lanes that a 16-byte
-load serves at once never meet in a bank; and an address is the index, where it stands in the word, in one
-LOP3 with the offset of the lane's copy. Plain text for the decoder of wgmma's operand and for the product of
-one row; what the bits are, `packing.py` says.
+load serves at once never conflict in a bank. An address is one LOP3 of the index, at its place in the word,
+and the offset of the lane's copy. Plain text for the decoder of wgmma's operand and for the product of one
+row; `packing.py` describes the bits.
 """
 
 from ..triton_imports import gl, gluon

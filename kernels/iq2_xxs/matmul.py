@@ -1,4 +1,4 @@
-"""Which kernel and which tile multiply by an IQ2_XXS weight, for M, N and K; host side.
+"""Chooses the kernel and the tile for an IQ2_XXS weight, by M, N and K; host side.
 
 One row of x has its own kernel; more rows use the stream-K kernel that all formats share. How the tiles were
 chosen: `tests/bench/results/kernels/iq2_xxs_log.md`.
@@ -45,7 +45,7 @@ def config_for(m: int, n: int, k: int) -> Config:
 
 
 def matmul(x: Tensor, operand: PackedOperand, n: int) -> Tensor:
-    """y [M, n] = x [M, K] @ w.T; x bf16 or fp16 as the decoder has it, contiguous, on 16 bytes."""
+    """y [M, n] = x [M, K] @ w.T; x in the decoder's bf16 or fp16, contiguous, aligned to 16 bytes."""
     m, k = x.shape
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 1:

@@ -3,12 +3,12 @@
     y [1, N] = x [1, K] @ w.T        words, scales: `packing.py`        look-ups: `lookup.py`
 
 The weight is the product's M operand, a strip of 16 rows. The product's 8 columns are not rows of x but the 8
-blocks of 32 columns of a super-block: column c is x where block c is multiplied and zero elsewhere, so every
-block's sum stays apart until the super-block ends, and is then scaled in a lane that has its scale.
+blocks of 32 columns of a super-block: column c is x in block c and zero elsewhere. So every block's sum stays
+separate until the super-block ends, and is then scaled in a lane that has its scale.
 
-A warp has some strips and, of K, every so many super-blocks of 256; a CTA's warps add their sums up at the
-end of a tile, CTAs that share a tile leave theirs in memory, and the last one adds them in order. CTAs stay
-for several tiles, so the codebook is copied to shared memory once. What a super-block needs is on its way one
+A warp handles some strips and every n-th super-block of 256 columns of K; a CTA's warps add their sums at the
+end of a tile, CTAs that share a tile write theirs to memory, and the last one adds them in order. CTAs stay
+for several tiles, so the codebook is copied to shared memory once. The data of a super-block is requested one
 or two super-blocks before it is decoded. For more rows of x the stream-K kernel of `hopper/` is faster.
 """
 
@@ -166,7 +166,7 @@ def sum_warps(total, WN: gl.constexpr, WK: gl.constexpr):
 
 @gluon.jit
 def rows_of(first_row, N, WN: gl.constexpr, WK: gl.constexpr):
-    """Where what `sum_warps` returns lies in y, and which of it does."""
+    """The places in y of the result of `sum_warps`, and which of them exist."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WN * WK, 1], [1, 0])
     row = first_row + gl.arange(0, WN * 16, gl.SliceLayout(0, layout))[None, :]
     return row, row < N
@@ -302,7 +302,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Of the weight, in a CTA's tile."""
+        """The number of the weight's rows in a CTA's tile."""
         return STRIP * self.strips * self.warps_n
 
     def splits(self, n: int, k: int) -> int:

@@ -7,7 +7,7 @@ A weight [N, K], N padded to 64, is tiles of 64 rows and 64 columns, along K fir
     factor  fp32 [1]                  the largest block scale; the kernels multiply y by it
 
 One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t vector t, eight weights, of both blocks
-j of rows r and r+8. So nothing changes lanes where x's columns are in the order of `hopper/reorder_x.py`:
+j of rows r and r+8. So nothing changes lanes if x's columns are in the order of `hopper/reorder_x.py`:
 
     word index    w . r . t . j        scale index    w . r . j
     bits          2   3   2   1        bits           2   3   1
@@ -18,9 +18,9 @@ with 0 and 1 for the weights of a pair, a and b for the signs of four pairs each
     low half    a1 a2 a3 b0 b1 b2 b3, weight 0 of each      eight bits: index of a      a0, weight 0
     high half   a1 a2 a3 b0 b1 b2 b3, weight 1 of each      eight bits: index of b      a0, weight 1
 
-The weights of a pair have their signs 16 bits apart, so one shift puts both where a pair of bf16 has its own;
-an index stands 7 bits high because an entry of the codebook takes 128 bytes of shared memory. All eight
-signs are stored, though the format has only seven: to find the eighth costs more than to read it.
+The weights of a pair have their signs 16 bits apart, so one shift moves both to the sign bits of a pair of
+bf16; an index is stored shifted by 7 bits because an entry of the codebook takes 128 bytes of shared memory.
+All eight signs are stored, though the format has only seven: computing the eighth costs more than reading it.
 A scale word: low half row r, high half row r + 8. The scale is `d (0.5 + s) / 4 / factor`, rounded to the
 activations' type. 2.5 bits a weight, where the format has 2.0625.
 """

@@ -1,9 +1,10 @@
-"""RMSNorm on a CPU in one pass over each row, in numba; transformers' modules take seven torch ops for it.
+"""RMSNorm on a CPU in one pass over each row, in numba; transformers' modules need seven torch ops for it.
 
     out[r, d] = weight[d] * round(x[r, d] / sqrt(mean(x[r] ** 2) + eps))
 
 in fp32 but for both products' results, which are rounded to the dtype, as in transformers. Sums have one
-order, so a row's bits are its own. Not for CUDA, where norms are compiled into their neighbours.
+order, so a row's bits do not depend on other rows. Not for CUDA, where norms are compiled together with
+neighbouring operations.
 """
 
 import contextlib

@@ -1,14 +1,14 @@
 """NVFP4 to wgmma's register operand on Hopper: the decoder of the stream-K and the batch-invariant kernel.
 
-The bytes are those of `packing.py`, where the reference is. For two weights, always of one row and group:
+`packing.py` describes the bytes, and has the reference. For two weights, always of one row and group:
 
     rotate, and   two bf16 numbers, code times 2^-126, in the register where wgmma wants them
     mul           times one half of a register that holds the scales of rows r and r + 8, times 2^119
 
 Every product is exact. For activations in bf16 only: no such interleaving is that short for fp16.
 
-Instructions a weight (SASS): the decoding 1.9, of them 0.25 for scales; all of the main loop 2.8 up
-to 32 rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.
+Instructions per weight (SASS): 1.9 for decoding, 0.25 of them for scales; all of the main loop 2.8 up to 32
+rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.
 """
 
 from dataclasses import dataclass
@@ -68,14 +68,14 @@ def scale_asm(second):
 
 @gluon.jit
 def slice_scales(scales, SLICE: gl.constexpr):
-    """Of a slice the scales of rows r and r + 8, times 2^119, in one register."""
+    """For a slice, the scales of rows r and r + 8, times 2^119, in one register."""
     asm: gl.constexpr = scale_asm(SLICE % 2)
     return gl.inline_asm_elementwise(asm, "=r,r", [scales[SLICE // 2]], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
-    """Slices of a tile, as `Decoder` wants them."""
+    """Slices of a tile, as `Decoder` requires them."""
     inputs = (words,)
     for i in gl.static_range(SLICES):
         inputs = inputs + (slice_scales(scales, FIRST + i),)  # type: ignore[assignment]  # noqa: RUF005

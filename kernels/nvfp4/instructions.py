@@ -15,7 +15,7 @@ def both_halves(*bits):
 
 @gluon.constexpr_function
 def rotate(target, source, by):
-    """Left, by a shift where no bit that counts comes around."""
+    """Rotates left, by a shift if no significant bit wraps around."""
     if by < 8:
         return f"shl.b32 {target}, {source}, {by};"
     return f"shf.l.wrap.b32 {target}, {source}, {source}, {by};"

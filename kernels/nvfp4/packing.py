@@ -6,8 +6,8 @@
     scales  int32 [N/64, K/64, 64]   the tiles' E4M3 scales, recoded
     factor  fp32 [1]                 128 times the global scale; the kernel multiplies y by it
 
-One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t rows r and r+8, columns 2t, 2t+1, 2t+8
-and 2t+9 of each of the four slices j of 16 columns, which are the four groups of a row. So
+One tile. Warp w of four handles rows 16w .. 16w+15, and its lane 4r + t handles rows r and r+8, columns 2t,
+2t+1, 2t+8 and 2t+9 of each of the four slices j of 16 columns, which are the four groups of a row. So
 
     word index   w . r . t . v . u         v: columns + 8    u: rows + 8    h: the second of two columns
     bits         2   3   2   1   1
@@ -58,7 +58,7 @@ FACTOR = 128.0
 
 
 def bit_position(slice_: int, half: int, bit: int) -> int:
-    """Where in a word bit 3 .. 0 of a code lies."""
+    """The place in a word of bits 3 .. 0 of a code."""
     target = 16 * half + CODE_BITS[3 - bit]
     if slice_ == STRAY and bit == 0:
         return target + STRAY_SHIFT
@@ -66,7 +66,7 @@ def bit_position(slice_: int, half: int, bit: int) -> int:
 
 
 def scale_position(second: int, below: int, bit: int) -> int:
-    """Where in a word of scales bit 7 .. 0 of a recoded scale lies, of row r or r + 8."""
+    """The place in a word of scales of bits 7 .. 0 of a recoded scale, of row r or r + 8."""
     return (16 * below + SCALE_BIT + bit - SCALE_SHIFT * second) % 32
 
 
@@ -115,7 +115,9 @@ def words_of_scales(recoded: Tensor) -> Tensor:
 
 
 def reference_weight(words: Tensor, scales: Tensor) -> Tensor:
-    """What the kernel multiplies by, bf16 [N, K] in whole tiles: the weight over `FACTOR` and global."""
+    """The numbers that the kernel multiplies by, bf16 [N, K] in whole tiles: the weight over `FACTOR` and
+    global.
+    """
     tiles_n, tiles_k, _ = words.shape
     parts = codes_of_words(words).view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4, 2)  # ..., w, r, t, v, u, j, h
     weight = parts.permute(0, 2, 6, 3, 1, 7, 5, 4, 8).reshape(tiles_n * TILE, tiles_k * TILE)

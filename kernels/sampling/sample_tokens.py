@@ -1,7 +1,7 @@
 """Token sampling (temperature, top-k, top-p, min-p) with settings of each row's own; Triton, for CUDA graphs.
 
-What the engine's `sampling/sampler.py` does with torch on a CPU, in one launch whatever the rows ask for.
-Settings are read from where their request has them: a captured graph draws for any mixture.
+The function of the engine's `sampling/sampler.py`, which uses torch on a CPU, in one launch for any settings.
+Settings are read from the memory of each request, so a captured graph draws for any mixture of settings.
 
     logits       [B, V]         bf16, fp16 or fp32
     rows         int64 [B]      whose settings apply, 0 .. R - 1
@@ -10,12 +10,12 @@ Settings are read from where their request has them: a captured graph draws for 
     integers     int64 [R, 2]   seed, top_k (0 keeps all)
     out          int64 [B]
 
-A program takes a row. Greedy: the first of the greatest logits, one pass. Otherwise one uniform number from
-seed and position is looked up in the cumulative distribution, two passes more. A bound for top_k or top_p is
-a distance from the greatest logit, counted in numbers of the logits' dtype, equals staying together. A pass
-tries three, which settles two bits of it; as most bounds are near, one pass sees whether the upper bits are
-zero. Six passes for bf16, or nine; fewer for top_p within top_k. Passes after the first find a row of 152k
-bf16 logits in L2.
+One program handles a row. Greedy: the first of the greatest logits, one pass. Otherwise one uniform number
+from seed and position is looked up in the cumulative distribution, two passes more. A bound for top_k or
+top_p is a distance from the greatest logit, counted in numbers of the logits' dtype, equals staying together.
+A pass tries three, which settles two bits of it; as most bounds are near, one pass sees whether the upper
+bits are zero. Six passes for bf16, or nine; fewer for top_p within top_k. Passes after the first one read a
+row of 152k bf16 logits from L2.
 
 Bytes: 2 * B * V of bf16 logits, once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
 """
@@ -65,7 +65,7 @@ def _eighths(values, BLOCK: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, position):
-    """In [0, 1): splitmix64 of seed and position."""
+    """Uniform in [0, 1): splitmix64 of seed and position."""
     state = seed + (position + 1) * -0x61C8864680B583EB
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -78,7 +78,7 @@ def _sample(
     logits_ptr, rows_ptr, positions_ptr, numbers_ptr, integers_ptr, out_ptr, logits_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One row; BITS: of the logits' dtype, as keys have them."""
+    """One row; BITS: of the logits' dtype, whose bits are the sort keys."""
     SHIFT: tl.constexpr = 32 - BITS
     out_ptr += tl.program_id(0)
     logits_ptr += tl.program_id(0).to(tl.int64) * logits_stride

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def top_k_reference(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """The reference in plain torch."""
     values, columns = x.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], columns[..., :k]
 
@@ -51,7 +51,7 @@ def top_k_kernel(
 
 
 def serves(columns: int, k: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes rows of so many columns, and as many of them."""
+    """Whether the kernel supports rows of this many columns, and this many results."""
     return columns <= MOST_COLUMNS and k <= min(columns, MOST_TAKEN) and dtype in DTYPES
 
 

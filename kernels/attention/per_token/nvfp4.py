@@ -10,8 +10,8 @@ words  int16 [..., D/4]     code j of word i is channel c * D/4 + j * D/16 + 4s 
                             channels, C = D/16 of them instead of four: c * D/C + ...
 
 A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of every sixteen: a quarter of the
-head, so that all scales it needs of a token lie side by side, and each is of whole fields of its words.
-A code's sign and magnitude lie where few shifts and masks bring those of two words to fp16's places.
+head. So the scales that it needs of a token are adjacent, and each belongs to whole fields of its words. A
+code's sign and magnitude are placed so that few shifts and masks move those of two words to fp16's places.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales as E4M3 has them, the nearest codes, ties to the even one, and each group's squared error.
+    """Scales in E4M3, the nearest codes, ties to the even one, and each group's squared error.
 
     Steps are of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
     """

@@ -4,8 +4,8 @@
     tiles   int32 [N, 4]   as in `../prefill.py`
     out     [T, H, D]      still rotated where the pages are; written if a tile says so
 
-The chunk's own tokens are already in their pages. A program takes up to 64 queries: all heads of a group for
-some tokens. It multiplies packed codes, as decoding does.
+The chunk's own tokens are already in their pages. A program handles up to 64 queries: all heads of a group
+for some tokens. It multiplies packed codes, like the decode kernel.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ BLOCK = 64
 
 
 class Form(NamedTuple):
-    """What `_attend_tiles` is compiled for; tokens: of a program; block: tokens of keys at a time.
+    """Compile-time parameters of `_attend_tiles`; tokens: of a program; block: tokens of keys per block.
 
     group: query heads of a kv head, as a power of two
     """

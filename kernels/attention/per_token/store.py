@@ -26,7 +26,7 @@ LARGE = 1024
 
 @dataclass(frozen=True)
 class TokenPages:
-    """One layer's keys or values as in the file's docstring; int4 where there is no head_scale."""
+    """One layer's keys or values, as in the file's docstring; int4 if there is no head_scale."""
 
     words: Tensor
     scales: Tensor
@@ -45,7 +45,7 @@ def _round(x):
 
 @triton.jit
 def _store_int4(x, slot, mask, words_ptr, scales_ptr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """x fp32 [ROWS, D] where `mask` [ROWS] is true."""
+    """x fp32 [ROWS, D], read only if `mask` [ROWS] is true."""
     zero = tl.min(x, axis=1).to(tl.float16)
     scale = tl.maximum((tl.max(x, axis=1) - tl.min(x, axis=1)) / 15.0, 5.9604645e-08).to(tl.float16)
     codes = _round((x - zero.to(tl.float32)[:, None]) / scale.to(tl.float32)[:, None])
@@ -116,7 +116,7 @@ def _store(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, NVFP4: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens' keys and values of one kv head."""
+    """Stores the keys and values of TOKENS tokens, for one kv head."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     ROWS: tl.constexpr = 2 * TOKENS

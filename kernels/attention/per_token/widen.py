@@ -1,4 +1,5 @@
-"""Pages of int4 or NVFP4 tokens back in 16 bits, for a step that reads each of them many times; Triton.
+"""Pages of int4 or NVFP4 tokens converted back to 16 bits, for a step that reads each of them many times;
+Triton.
 
 Prefill attention reads a context once for every few tokens of a prompt, so codes are decoded here once.
 NVFP4's are decoded without the head's scale: so they are exact in 16 bits.
