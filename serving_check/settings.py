@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 from ..base.errors import UserError
 from ..base.option_fields import check_options, option, text_of
 from .ms_between import draw_between
+from .profiles import PROFILES
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
@@ -79,6 +80,12 @@ class WorkloadSettings:
         0,
         "Seed of the prompts. Every repeat draws new ones, the same for both sides.",
         unless_given="a fresh number, which the verdict records",
+    )
+    profile: str | None = option(
+        None,
+        "Also measure requests as long as those of a service, prompts and decoding apart.",
+        choices=lambda: PROFILES,
+        unless_given="the recipe's, if any",
     )
     decoding_apart: bool = False
     """Decide on decoding by itself at every M. Only verdicts from before shares of the time were recorded ask

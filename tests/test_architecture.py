@@ -27,8 +27,8 @@ ROOMS = {
     "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],
     "serving_check": [
-        INIT, "ms_between", "settings", "statistics", "engine", "adapters", "workload", "server", "evidence",
-        "quality", "draws", "checks", "gate",
+        INIT, "ms_between", "profiles", "settings", "statistics", "engine", "adapters", "workload", "server",
+        "evidence", "quality", "draws", "checks", "gate",
     ],
     "pipeline": [
         "machine", INIT, "report", "records", "checkpoints", "conventions", "gguf_file", "model_loader",

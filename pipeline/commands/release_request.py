@@ -45,6 +45,8 @@ class ReleaseRequest:
     """All options as they were given, by name, but for the layout, which the artifact's plan records."""
     kv_cache: str = UNQUANTIZED
     """The KV format of the recipe."""
+    profile: str | None = None
+    """The profile of loads that the recipe states."""
 
     @property
     def devices(self) -> list[str]:
@@ -59,7 +61,8 @@ class ReleaseRequest:
 
     @property
     def workload(self) -> WorkloadSettings:
-        return asked_workload(self.given, default_input_len(self.kv_cache), WorkloadSettings.seed)
+        input_len = default_input_len(self.kv_cache)
+        return asked_workload(self.given, input_len, WorkloadSettings.seed, self.profile)
 
     def bounds(self, recipe: Mapping[str, Any]) -> Bounds:
         """The recipe's bounds, with those that were given instead."""
@@ -96,6 +99,7 @@ def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
         from_given(PublishOptions, given),
         kept,
         recipe.kv_cache,
+        recipe.profile or None,
     )
     # `validate` would refuse sizes that do not go together, after hours of work.
     sized_options(request.given, request.workload)

@@ -86,7 +86,10 @@ def changed_options(verdict: Verdict, request: ReleaseRequest) -> list[str]:
     places = json.loads(json.dumps(request.placement.for_servers(sides).asked_for()))
     if json.loads(json.dumps(recorded_places)) != places:
         return sorted(recorded_places.keys() ^ places.keys()) or sorted(recorded_places)
-    options = with_recorded_contexts(sized_options(request.given, request.workload), request.given, recorded)
+    workload = request.workload
+    options = with_recorded_contexts(
+        sized_options(request.given, workload), request.given, recorded, workload.profile
+    )
     if options.device == AUTO:
         options = replace(options, device=str(recorded.get("device", AUTO)))
     return [

@@ -88,7 +88,8 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
     manifest = _unchanged_manifest(checkpoint)
     engine_options = _with_claim(given_of(EngineOptions, given), manifest)
     kv_format = kv_cache_of(checkpoint, engine_options.get("kv_cache_dtype", AUTO)).kv_format
-    workload = asked_workload(given, default_input_len(kv_format), secrets.randbelow(FRESH_SEEDS))
+    stated = None if manifest is None else manifest.recipe.get("profile")
+    workload = asked_workload(given, default_input_len(kv_format), secrets.randbelow(FRESH_SEEDS), stated)
     refuse_unreached(engine_options | given_of(Placement, given), *engines)
     baseline = open_baseline(checkpoint, asked.baseline, asked.baseline_revision)
     rival = open_rival(checkpoint, manifest, asked.rival, asked.rival_revision)
@@ -117,10 +118,13 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
         clock=clock,
     )
     # An exploratory run is asked for these Ms by name.
-    if weaker_than_policy(run):
-        return replace(run, workload=replace(workload, draws_between=False))
+    exploratory = bool(weaker_than_policy(run))
+    if exploratory:
+        run = replace(run, workload=replace(workload, draws_between=False))
+    if exploratory and workload.profile is None:
+        return run
     served = _least(checkpoint.context_served for checkpoint in run.checkpoints)
-    return replace(run, options=with_long_contexts(options, engine_options, served))
+    return replace(run, options=with_long_contexts(options, engine_options, served, workload.profile))
 
 
 def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
 from ..records.engine_commands import TRANSFORMERS, VLLM, VLLM_FAILS, engines
 from ..records.sensitivity_table import plain_weights
 from ..report.names import BADGE_NAME
+from ..report.profile_table import profile_table
 from ..report.table import held_out_text
 from .bundle import report_files
 from .card_metadata import HUB, front_matter, licence_files, licence_of
@@ -145,6 +146,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
         "workload": verdict.workload,
         "curve": [curve_row(point) for point in verdict.curve],
         "rival": rival_table(verdict),
+        "profile": profile_table(verdict),
         "scores": [score_row(score) for score in verdict.scores],
         "comparison": comparison_table(folder, artifact),
         "badge": BADGE if BADGE in report_files(verdict) else None,

@@ -65,7 +65,9 @@ def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str)
 
 def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
     """The settings of the verdict that differ from the defaults."""
-    usual = WorkloadSettings(input_len=default_input_len(artifact.kv_cache))
+    usual = WorkloadSettings(
+        input_len=default_input_len(artifact.kv_cache), profile=artifact.recipe.get("profile")
+    )
     given = values_of(verdict.workload, unlike=usual)
     given |= values_of(verdict.bounds, unlike=Bounds.from_recipe(artifact.recipe))
     given |= _given_to_validate(artifact, verdict)
@@ -108,7 +110,7 @@ def _given_options(verdict: Verdict) -> list[str]:
     """The engine's options that `release` would not have set by itself, as words of its command."""
     recorded = verdict.environment.engine_options or {}
     options = sized_options({"device": recorded.get("device")}, verdict.workload)
-    usual = effective_options(with_recorded_contexts(options, {}, recorded))
+    usual = effective_options(with_recorded_contexts(options, {}, recorded, verdict.workload.profile))
     told_elsewhere = IN_PROCESS.union(ARTIFACT_ONLY)
     given = {
         name: value

@@ -28,6 +28,7 @@ from .recipe_fields import (
     Parts,
     Pattern,
     Patterns,
+    ProfileName,
     Steps,
     Text,
     Treatment,
@@ -94,6 +95,8 @@ class Recipe:
     """What a request's bits may depend on in serving (`base/batch_invariance.py`); the gate proves it."""
     rival: Text = ""
     """Another recipe, by name or file, whose artifact this one's must beat in throughput."""
+    profile: ProfileName = ""
+    """The profile of loads that the gate measures besides its own load (`serving_check/profiles.py`)."""
     files: FilePatterns = ()
     """Shell patterns, by relative path, of further files that are copied beside the weights."""
     changes: Parts = ()
@@ -122,6 +125,7 @@ class Recipe:
             **({"kv_cache": self.kv_cache} if self.kv_cache != UNQUANTIZED else {}),
             **({"batch_invariance": self.batch_invariance} if self.batch_invariance != TUNED else {}),
             **({"rival": self.rival} if self.rival else {}),
+            **({"profile": self.profile} if self.profile else {}),
             **({"files": list(self.files)} if self.files else {}),
             **({"changes": list(self.changes)} if self.changes else {}),
             **self.bounds,

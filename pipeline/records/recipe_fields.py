@@ -15,6 +15,7 @@ from ...base.untrusted_names import name_refusal
 from ...layouts.formats.all_formats import WEIGHT_FORMATS
 from ...layouts.kv.format import KV_FORMATS
 from ...serving_check.evidence.artifact_figures import PARTS
+from ...serving_check.profiles import PROFILES
 from .name_patterns import compiled
 
 KEEP, QUANTIZE = "keep", "quantize"
@@ -139,4 +140,5 @@ Method = Annotated[str, one_of((DATA_FREE, GPTQ, AWQ, AWQ_GPTQ))]
 Treatment = Annotated[str, one_of((KEEP, QUANTIZE))]
 Fit = Annotated[str, one_of((EXACT, NEAREST))]
 KVFormat = Annotated[str, one_of(KV_FORMATS)]
+ProfileName = Annotated[str, one_of(PROFILES)]
 BatchInvarianceField = Annotated[str, one_of(INVARIANCE_MODES)]

@@ -6,6 +6,7 @@ from ...serving_check.evidence.curve import took_turns
 from ...serving_check.evidence.task_scores import TaskScore
 from ...serving_check.evidence.verdict import CurvePoint, Verdict
 from ...serving_check.gate.policy import first_lines_of
+from .profile_table import ProfileTable, profile_table
 
 MARKS = {"pass": "pass", "fail": "FAIL", "inconclusive": "open", "unknown": "n/a"}
 INDENT = 8
@@ -24,6 +25,8 @@ def verdict_table(verdict: Verdict) -> str:
             lines += [line for part in check.reason.splitlines() for line in _wrapped(part)]
     if verdict.curve:
         lines += ["", *_curve(verdict.curve), "", *_servers(verdict.curve)]
+    if (profile := profile_table(verdict)) is not None:
+        lines += ["", *_profile(profile)]
     if verdict.rivals:
         lines += ["", *_rival(verdict)]
     if verdict.scores:
@@ -62,6 +65,12 @@ def _curve(curve: tuple[CurvePoint, ...]) -> list[str]:
     if drawn:
         rows.append(f"  M={', '.join(drawn)} were drawn between the given Ms and sent shorter requests")
     return rows
+
+
+def _profile(profile: ProfileTable) -> list[str]:
+    rows = [f"{'profile ' + profile.name:<16} {'ratio':>7} {'interval':>16}"]
+    rows += [f"{name:>16} {ratio:>7} {interval:>16}" for name, ratio, interval in profile.rows]
+    return rows + textwrap.wrap(profile.sent, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _rival(verdict: Verdict) -> list[str]:

@@ -18,6 +18,7 @@ from .curves import curves_of
 from .headline import headline_of
 from .names import BADGE_NAME, PAGE_NAME, PLOT_TITLES, RATIO_NAME
 from .plots import draw_plots
+from .profile_table import profile_table
 from .table import baseline_dtype, held_out_text, side_by_side, with_error
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
@@ -65,6 +66,7 @@ def render_page(
         with_error=with_error,
         wide_curve=draw_curve(verdict, *WIDE, kind="wide"),
         narrow_curve=draw_curve(verdict, *NARROW, kind="narrow"),
+        profile=profile_table(verdict),
         unmeasured=_unmeasured(verdict),
         texts_shown=TEXTS_SHOWN,
         texts=list(zip(verdict.evidence.canary, verdict.evidence.baseline_canary, strict=False)),

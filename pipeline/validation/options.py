@@ -112,13 +112,16 @@ class ValidateOptions:
         return self.baseline_engine or (self.engine if engine_named(self.engine).starts else DEFAULT_ENGINE)
 
 
-def asked_workload(given: Mapping[str, Any], input_len: int, seed: int) -> WorkloadSettings:
+def asked_workload(
+    given: Mapping[str, Any], input_len: int, seed: int, profile: str | None = None
+) -> WorkloadSettings:
     """The workload from the given options, with defaults that depend on the prompts' length. Ms between the
     given ones are drawn; exploratory runs turn this off.
 
-    input_len, seed: unless they are given
+    input_len, seed, profile: unless they are given
     """
-    values: dict[str, Any] = {"input_len": input_len, "seed": seed} | given_of(WorkloadSettings, given)
+    values: dict[str, Any] = {"input_len": input_len, "seed": seed, "profile": profile}
+    values |= given_of(WorkloadSettings, given)
     values = {"ms": default_ms(values["input_len"])} | values
     return WorkloadSettings(**values, draws_between=True)
 

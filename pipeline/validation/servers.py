@@ -18,6 +18,7 @@ from ...serving_check.adapters.engine import Server, ServerJob
 from ...serving_check.adapters.placement import ANYWHERE, Placement
 from ...serving_check.engine.options import ARTIFACT_ONLY, AUTO, SIZED, UNQUANTIZED, EngineOptions
 from ...serving_check.gate.gate import CANARY_LENGTH, CANARY_PROMPT
+from ...serving_check.profiles import PROFILES
 from ...serving_check.settings import LONG_PROMPT, WorkloadSettings
 from ...serving_check.workload.use_plan import MOST_ANSWER
 from ..checkpoints.checkpoint import Checkpoint
@@ -32,6 +33,8 @@ LARGEST_CHUNK = 8192
 """Prompt tokens in a step, at most: activations of more would take memory from keys and values."""
 LONG_PROMPT_IN_USE = 4096
 """Tokens of the longest prompt of a load as in use: what is wrong beyond some context shows only there."""
+TOGETHER_IN_PROFILE = 4
+"""The longest requests of a profile that there is room for beside the load, or 8 to 15 average ones."""
 IN_PROCESS = frozenset({"device", "dtype", "layout"})
 """The options that hold for this process as well: it loads both models to compare them."""
 GPUS_OF_A_SERVER = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
@@ -70,28 +73,38 @@ def sized_options(
 
 
 def with_long_contexts(
-    options: EngineOptions, given: Mapping[str, Any], context: int | None = None
+    options: EngineOptions,
+    given: Mapping[str, Any],
+    context: int | None = None,
+    profile: str | None = None,
 ) -> EngineOptions:
-    """`options` with room for the longest request of the load as in use beside the others, unless sizes are
-    given.
+    """`options` with room for the longest request of the load as in use, or of a profile of loads, beside
+    the others, unless sizes are given.
 
     context: the longest request that the models accept, in tokens, if known
     """
-    wanted = (LONG_PROMPT_IN_USE + MOST_ANSWER) // PAGE * PAGE + PAGE
+    longest = LONG_PROMPT_IN_USE + MOST_ANSWER
+    if profile is not None:
+        longest = max(longest, PROFILES[profile].longest_request)
+    wanted = longest // PAGE * PAGE + PAGE
     length = wanted if context is None else min(wanted, context)
     if options.max_model_len is None or options.kv_cache_tokens is None or options.max_model_len >= length:
         return options
     if any(given.get(name) is not None for name in ("max_model_len", "kv_cache_tokens")):
         return options
-    return replace(options, max_model_len=length, kv_cache_tokens=options.kv_cache_tokens + length)
+    beside = length if profile is None else length * TOGETHER_IN_PROFILE
+    return replace(options, max_model_len=length, kv_cache_tokens=options.kv_cache_tokens + beside)
 
 
 def with_recorded_contexts(
-    options: EngineOptions, given: Mapping[str, Any], recorded: Mapping[str, Any]
+    options: EngineOptions,
+    given: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    profile: str | None = None,
 ) -> EngineOptions:
     """`options` as a recorded run had them: with room for a load as in use if it had that."""
     length = recorded.get("max_model_len")
-    return with_long_contexts(options, given, length) if isinstance(length, int) else options
+    return with_long_contexts(options, given, length, profile) if isinstance(length, int) else options
 
 
 def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:

@@ -186,8 +186,8 @@ def _together(
 
 def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
     gate_run = GateRun(run.workload, run.bounds, text.token_ids, text.token_text, run.clock)
-    # What is exploratory is not published, and need not take longer than its curve.
-    if weaker_than_policy(run):
+    # What is exploratory is not published, and need not take longer than its curve, unless it asks for more.
+    if weaker_than_policy(run) and run.workload.profile is None:
         return replace(gate_run, watched_s=0.0)
     gpus = () if torch.device(run.options.device).type == "cpu" else (run.placement.devices or (0,))
     return replace(gate_run, source=_request_source(run, text), gpus=tuple(gpus))

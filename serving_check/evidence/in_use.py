@@ -5,7 +5,7 @@ own logits.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -15,11 +15,35 @@ from ..workload import percentile
 from ..workload.open_loop import OpenLoopResult
 from ..workload.spec import RequestRecord
 from .gaps import Gap
+from .prefill_time import prefill_seconds, prefill_times
 
 PIT_BINS = 20
 GAPS_KEPT = 3
 """Of a block: a burst of somebody else's work may give several at once, and must not count as many."""
 DIGITS = 6
+
+
+@dataclass(frozen=True)
+class PartsInUse:
+    """What prompts and decoding took by themselves, of one server under one open loop."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    prompt_seconds: float | None
+    """In which some request had no token yet; null where none got one."""
+    steady_itls_by_m: Mapping[int, tuple[int, float]]
+    """As `itls_by_m`, of gaps between chunks in which every open request had its first token."""
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord]) -> "PartsInUse":
+        reading = prefill_times(records)
+        ends = [end for _, end in reading]
+
+        def is_steady(earlier: float, later: float) -> bool:
+            following = bisect_right(ends, earlier)
+            return following == len(reading) or reading[following][0] >= later
+
+        return cls(_rounded(prefill_seconds(records)), _medians_by_m(_gaps_by_m(records, is_steady)))
 
 
 @dataclass(frozen=True)
@@ -50,6 +74,8 @@ class SideInUse:
     """Of each answer that is not what its request asked for, in a few words."""
     seeds_kept: tuple[bool, ...] = ()
     """Of each sampled answer whose prompt and seed came before: whether it begins like the one before."""
+    parts: PartsInUse | None = None
+    """Null but under a profile of loads."""
 
     @classmethod
     def of(
@@ -64,7 +90,7 @@ class SideInUse:
             output_tokens=sum(record.output_tokens for record in records),
             ttfts=tuple(None if record.error else _rounded(record.ttft) for record in records),
             tpots=tuple(_rounded(record.tpot) for record in records),
-            itls_by_m={m: (len(gaps), round(median(gaps), DIGITS)) for m, gaps in sorted(gaps_by_m.items())},
+            itls_by_m=_medians_by_m(gaps_by_m),
             itl_p99=_rounded(percentile(itls, 99)),
             gaps=_still(records),
             preemptions=result.preemptions,
@@ -140,6 +166,21 @@ class AnswerInUse:
 
 
 @dataclass(frozen=True)
+class ProfileFigures:
+    """A profile of loads: requests as long as those of a trace."""
+
+    __pydantic_config__ = DOCUMENTED
+
+    name: str
+    scale: float
+    """Of the trace's lengths, 0 to 1: less than 1 where the context or the time does not hold them."""
+    prompt_lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each request's prompt, by block."""
+    answer_lengths: tuple[tuple[int, ...], ...]
+    blocks: tuple[BlockInUse, ...]
+
+
+@dataclass(frozen=True)
 class FiguresInUse:
     """All figures of a load as in use."""
 
@@ -149,6 +190,13 @@ class FiguresInUse:
     answers: tuple[AnswerInUse, ...] = ()
     unknown: tuple[str, ...] = field(default=())
     """What the artifact's server cannot be asked, in a few words each."""
+    profile: ProfileFigures | None = None
+    """Null where no profile of loads was asked for."""
+
+    @property
+    def all_blocks(self) -> tuple[BlockInUse, ...]:
+        """With those of the profile."""
+        return self.blocks + (self.profile.blocks if self.profile else ())
 
 
 def streams_decoding(records: Sequence[RequestRecord]) -> "DecodingStreams":
@@ -170,14 +218,24 @@ class DecodingStreams:
         return bisect_right(self.begins, moment) - bisect_left(self.ends, moment)
 
 
-def _gaps_by_m(records: Sequence[RequestRecord]) -> dict[int, list[float]]:
-    """Seconds between two chunks of a stream, by how many streams decoded in the middle of them."""
+def _gaps_by_m(
+    records: Sequence[RequestRecord], counts: Callable[[float, float], bool] = lambda earlier, later: True
+) -> dict[int, list[float]]:
+    """Seconds between two chunks of a stream, by how many streams decoded in the middle of them.
+
+    counts: whether the gap from one moment to another is among them
+    """
     streams = streams_decoding(records)
     found: dict[int, list[float]] = {}
     for record in records:
         for earlier, later in pairwise(record.arrivals):
-            found.setdefault(streams.at((earlier + later) / 2), []).append(later - earlier)
+            if counts(earlier, later):
+                found.setdefault(streams.at((earlier + later) / 2), []).append(later - earlier)
     return found
+
+
+def _medians_by_m(gaps_by_m: Mapping[int, Sequence[float]]) -> dict[int, tuple[int, float]]:
+    return {m: (len(gaps), round(median(gaps), DIGITS)) for m, gaps in sorted(gaps_by_m.items())}
 
 
 def _still(records: Sequence[RequestRecord]) -> tuple[Gap, ...]:

@@ -95,7 +95,7 @@ class Repeat:
             gaps=longest_gaps(result),
             answers=None if tokenizer is None else answer_figures(result, tokenizer),
             steady_decoding=steady_decoding(result),
-            prefill_seconds=prefill_seconds(result),
+            prefill_seconds=prefill_seconds(result.requests),
         )
 
     @property

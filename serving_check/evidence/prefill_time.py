@@ -1,20 +1,30 @@
-"""The prefill time of one repeat: the time in which some request had no token yet."""
+"""The prefill time under one load: the time in which some request had no token yet."""
 
-from ..workload import WorkloadResult
+import math
+from collections.abc import Sequence
+
+from ..workload import RequestRecord
 
 
-def prefill_seconds(result: WorkloadResult) -> float | None:
+def prefill_seconds(records: Sequence[RequestRecord]) -> float | None:
     """Seconds in which at least one request had been sent and had no token yet; None if none got one.
 
     Others may decode meanwhile.
     """
+    return math.fsum(end - begin for begin, end in prefill_times(records)) or None
+
+
+def prefill_times(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
+    """When that was: from when to when, in order, without overlap."""
     waits = sorted(
         (record.start, record.start + record.ttft)
-        for record in result.requests
+        for record in records
         if record.error is None and record.ttft is not None
     )
-    seconds, until = 0.0, float("-inf")
+    found: list[tuple[float, float]] = []
     for begin, end in waits:
-        seconds += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return seconds or None
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found

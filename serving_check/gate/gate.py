@@ -29,7 +29,7 @@ from ..statistics.decide import LOOKS
 from ..workload import run_workload
 from .alone import alone_figures
 from .at_rest import Sides, look_after, look_before
-from .in_use import RequestSource, ServedLoad, plan_load
+from .in_use import LoadInUse, RequestSource, ServedLoad, plan_load, plan_profile_load
 from .interleaving import Rival, Servers, measure, workload_spec
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .turns import ARTIFACT, BASELINE, Turns
@@ -140,6 +140,10 @@ def serve_and_measure(
                 [artifact, baseline], measured, run.workload, run.text, run.tokenizer, run.source, canary
             )
             in_use = load.serve(artifact, baseline)
+        profile = _profile(measured, run, run.source, load, in_use)
+        if profile is not None:
+            with run.clock.stage("profile of loads"):
+                in_use = profile.with_profile(in_use, profile.serve(artifact, baseline))
         with run.clock.stage("at rest"):
             sides = Sides(artifact, baseline, run.workload, run.text, repeats, load.kinds)
             at_rest = look_after(sides, measured, before, in_use.requests)
@@ -162,6 +166,22 @@ def serve_and_measure(
         alone=alone,
         in_use=in_use,
         at_rest=at_rest,
+    )
+
+
+def _profile(
+    measured: Sequence[MeasuredM],
+    run: GateRun,
+    source: RequestSource,
+    load: LoadInUse,
+    in_use: ServedLoad,
+) -> LoadInUse | None:
+    """The load of the profile that was asked for, if one was; none once a request has failed."""
+    blocks = in_use.figures.blocks
+    if any(side.errors for block in blocks for side in (block.artifact, block.baseline) if side):
+        return None
+    return plan_profile_load(
+        measured, run.workload, run.text, run.tokenizer, source, load, blocks, run.clock.elapsed
     )
 
 
@@ -306,9 +326,14 @@ def _in_use_in_turns(
         baseline, _ = turns.take(BASELINE, ms)
         load = plan_load([baseline], measured, run.workload, run.text, run.tokenizer, source, canary)
         theirs = load.serve_one(baseline)
+        profile = _profile(measured, run, source, load, load.served([], theirs))
+        theirs_of_profile = profile.serve_one(baseline) if profile is not None else []
         artifact, _ = turns.take(ARTIFACT, ms)
         before = look_before(artifact)
         in_use = load.served(load.serve_one(artifact), theirs)
+        if profile is not None:
+            served = profile.served(profile.serve_one(artifact), theirs_of_profile)
+            in_use = profile.with_profile(in_use, served)
     with run.clock.stage("at rest"):
         sides = Sides(artifact, None, run.workload, run.text, turns.repeat, load.kinds)
         return in_use, look_after(sides, measured, before, in_use.requests)

@@ -12,12 +12,14 @@ from ..adapters import Endpoint
 from ..checks.canary import Continuation
 from ..evidence.answer_figures import TokenText
 from ..evidence.as_asked import not_as_asked, seeds_kept
-from ..evidence.in_use import BlockInUse, FiguresInUse, SideInUse
+from ..evidence.in_use import BlockInUse, FiguresInUse, PartsInUse, ProfileFigures, SideInUse
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.served_in_use import ServedInUse, answers_to_score
+from ..profiles import PROFILES
 from ..settings import WorkloadSettings
 from ..workload.kinds_taken import KindsTaken, kinds_taken
 from ..workload.open_loop import OpenLoopResult, run_open_loop
+from ..workload.profile_plan import plan_profile, shape_of_profile
 from ..workload.use_plan import (
     MEAN_ANSWER,
     Conversations,
@@ -49,6 +51,12 @@ FIRST_DEADLINE_S = 600.0
 """Until the baseline's slowest request is known."""
 SEED_OF_BLOCKS = 700_000
 """Of the first block, after the workload's own: prompts differ from those of the repeats."""
+PROFILE_BLOCKS = 4
+"""Of a profile, on either side: limits of four have three degrees of freedom."""
+PROFILE_SHARE = 0.35
+"""Of the time until then, that a profile's requests come in: with a slower artifact, and what comes after
+them, a verdict takes less than one and a half times as long."""
+SEED_OF_PROFILE = SEED_OF_BLOCKS + BLOCKS
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class ServedLoad:
     @property
     def requests(self) -> int:
         """The number of requests that were sent to the artifact's server."""
-        return sum(block.requests for block in self.figures.blocks if block.artifact is not None)
+        return sum(block.requests for block in self.figures.all_blocks if block.artifact is not None)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class LoadInUse:
     unknown: tuple[str, ...]
     """What the servers cannot be asked, in a few words each."""
     tokenizer: TokenText
+    profile: "PlannedProfile | None" = None
+    """Where these are the blocks of a profile."""
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -117,7 +127,45 @@ class LoadInUse:
         if index >= len(results):
             return None
         result = results[index]
-        return SideInUse.of(result, not_as_asked(result, self.tokenizer), seeds_kept(result))
+        side = SideInUse.of(result, not_as_asked(result, self.tokenizer), seeds_kept(result))
+        return side if self.profile is None else replace(side, parts=PartsInUse.of(result.records))
+
+    def prompt_speed(self, shown: Sequence[BlockInUse]) -> float:
+        """Prompt tokens per second of the baseline: of the request that was read fastest."""
+        return max(
+            (
+                len(request.prompt) / ttft
+                for requests, block in zip(self.blocks, shown, strict=False)
+                if block.baseline is not None
+                for request, ttft in zip(requests, block.baseline.ttfts, strict=True)
+                if ttft
+            ),
+            default=0.0,
+        )
+
+    def with_profile(self, in_use: ServedLoad, served: ServedLoad) -> ServedLoad:
+        """`in_use` with the figures of this profile.
+
+        served: what both sides' blocks of it showed
+        """
+        if self.profile is None:
+            return in_use
+        figures = ProfileFigures(
+            self.profile.name,
+            self.profile.scale,
+            tuple(tuple(len(one.prompt) for one in block) for block in self.blocks),
+            tuple(tuple(one.output_len for one in block) for block in self.blocks),
+            served.figures.blocks,
+        )
+        return replace(in_use, figures=replace(in_use.figures, profile=figures))
+
+
+@dataclass(frozen=True)
+class PlannedProfile:
+    """A profile, and by what its lengths are scaled."""
+
+    name: str
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -181,6 +229,40 @@ def shape_of(
         kinds=frozenset.intersection(*(kinds.kinds for kinds in taken)),
         end_token=source.end_token,
     )
+
+
+def plan_profile_load(
+    measured: Sequence[MeasuredM],
+    workload: WorkloadSettings,
+    text: Sequence[int],
+    tokenizer: TokenText,
+    source: RequestSource,
+    in_use: LoadInUse,
+    shown: Sequence[BlockInUse],
+    elapsed: float,
+) -> LoadInUse | None:
+    """Blocks of the profile that the workload asks for; None where it asks for none.
+
+    shown: what the baseline's server showed of the load `in_use`, whose longest prompts say how fast it reads
+    elapsed: seconds that the run has taken so far, of which a profile takes a share
+    """
+    if workload.profile is None:
+        return None
+    profile = PROFILES[workload.profile]
+    levels = [level for level in measured if level.baseline]
+    shape = shape_of_profile(
+        profile,
+        seconds=max(LEAST_SECONDS, PROFILE_SHARE * elapsed / (2 * PROFILE_BLOCKS)),
+        prompt_speed=max(prompt_speed(levels, workload), in_use.prompt_speed(shown)),
+        answer_speed=max(median(one.output_throughput for one in level.baseline) for level in levels),
+        context=source.context,
+        longest_prompt=len(text) // 2,
+    )
+    first = workload.seed * SEEDS_PER_RUN + SEED_OF_PROFILE
+    blocks = tuple(
+        tuple(plan_profile(first + index, profile, shape, text)) for index in range(PROFILE_BLOCKS)
+    )
+    return LoadInUse(blocks, (), tokenizer, PlannedProfile(workload.profile, shape.scale))
 
 
 def prompt_speed(levels: Sequence[MeasuredM], workload: WorkloadSettings) -> float:

@@ -3,7 +3,7 @@
 A pure function, called when a verdict is given and again whenever one is read (`record.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..checks.batch_invariance import check_batch_invariance
 from ..checks.canary import check_canary
@@ -13,6 +13,7 @@ from ..checks.in_use.as_asked import check_as_asked
 from ..checks.in_use.at_rest import check_at_rest
 from ..checks.in_use.drift import check_drift
 from ..checks.in_use.logprobs import check_logprobs
+from ..checks.in_use.profile import check_profile
 from ..checks.in_use.sampling import check_sampling
 from ..checks.in_use.speed import check_speed_in_use
 from ..checks.in_use.text import check_text_in_use
@@ -57,6 +58,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         (level.m for level in evidence.measured if any(block.errors for block in level.blocks)), None
     )
     blocks = () if evidence.in_use is None else evidence.in_use.blocks
+    all_blocks = () if evidence.in_use is None else evidence.in_use.all_blocks
     checks = (
         check_loads(evidence.loaded, evidence.baseline_loaded, *evidence.packed),
         check_weights(evidence.weights),
@@ -73,7 +75,7 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
             evidence.foreign_domains,
         ),
         check_served_text(evidence.answers, evidence.measured, bounds),
-        check_failures(evidence.measured, blocks),
+        check_failures(evidence.measured, all_blocks),
         check_received(evidence.measured),
         check_reached(curve, bounds.min_reached, evidence.limit),
         check_throughput(
@@ -95,14 +97,14 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_stalls(evidence.measured, bounds, evidence.together, blocks),
         check_kv_capacity(curve, workload, evidence.capacity, evidence.limit, bounds.min_reached),
         check_compilations(*evidence.compiled),
-        *_checks_in_use(evidence, bounds),
+        *_checks_in_use(evidence, workload, bounds),
         *([] if evidence.company is None else [check_batch_invariance(evidence.company)]),
         *([check_rival(curve, bounds.max_first_rival_m, workload.max_blocks)] if evidence.has_rival else []),
     )
     return Judgement(overall_status(checks), checks, tuple(curve))
 
 
-def _checks_in_use(evidence: Evidence, bounds: Bounds) -> list[CheckResult]:
+def _checks_in_use(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> list[CheckResult]:
     """The checks of a load as in use, and of the servers at rest after it; none if it was not sent."""
     if evidence.in_use is None or evidence.at_rest is None:
         return []
@@ -111,7 +113,12 @@ def _checks_in_use(evidence: Evidence, bounds: Bounds) -> list[CheckResult]:
     return [
         check_undisturbed(evidence.alone, evidence.measured),
         check_speed_in_use(evidence.in_use.blocks, bounds, largest.log_ratios(output_throughput)),
-        check_as_asked(evidence.in_use),
+        *(
+            []
+            if workload.profile is None
+            else [check_profile(workload.profile, evidence.in_use.profile, bounds)]
+        ),
+        check_as_asked(replace(evidence.in_use, blocks=evidence.in_use.all_blocks)),
         check_text_in_use(answers, bounds),
         check_sampling(answers),
         check_logprobs(answers),

@@ -121,6 +121,9 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
         elif verdict.status == "pass" and not _is_whole(level):
             problems.append(f"M={level.m} was not measured completely")
     problems += _of_the_claim(verdict)
+    in_use = verdict.evidence.in_use
+    if in_use is not None and in_use.profile is not None and in_use.profile.name != workload.profile:
+        problems.append("its requests are of another profile of loads than its workload asks for")
     if verdict.quality_tokens != verdict.evidence.quality.tokens:
         problems.append("quality was measured on another number of tokens than it says")
     if (verdict.quality_text is None) != (verdict.evidence.quality_of_given is None):

@@ -17,7 +17,14 @@ from scalegate.serving_check.evidence.artifact_figures import (
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
 from scalegate.serving_check.evidence.environment import describe_environment
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures, ScoredText, TextScore
-from scalegate.serving_check.evidence.in_use import AnswerInUse, BlockInUse, FiguresInUse, SideInUse
+from scalegate.serving_check.evidence.in_use import (
+    AnswerInUse,
+    BlockInUse,
+    FiguresInUse,
+    PartsInUse,
+    ProfileFigures,
+    SideInUse,
+)
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.evidence.quality_figures import Comparison
 from scalegate.serving_check.evidence.verdict import Subject, Verdict
@@ -50,6 +57,13 @@ IN_USE = FiguresInUse(
     blocks=(BlockInUse(60, _SIDE, _SIDE),) * 3,
     answers=tuple(AnswerInUse("greedy", 64, 48, 4.0, 0, 0, 4, "text") for _ in range(40)),
 )
+_PARTS = PartsInUse(1.0, {4: (100, 0.01)})
+_READING = replace(_SIDE, ttfts=(0.1,) * 12, tpots=(0.01,) * 12, parts=_PARTS)
+_FASTER = replace(_READING, parts=PartsInUse(0.8, {4: (100, 0.005)}))
+CHAT = ProfileFigures(
+    "chat", 1.0, ((200,) * 12,) * 4, ((50,) * 12,) * 4, (BlockInUse(12, _FASTER, _READING),) * 4
+)
+"""A profile under which prompts are read 1.25 times as fast, and decoding is twice as fast."""
 _REST = Rest(running=0.0, waiting=0.0, kv_cache_usage=0.0, memory_bytes=1 << 30)
 _BURST = (BurstPart(requests=500, seconds=1.0, memory_bytes=1 << 30),) * 6
 AT_REST = AtRestFigures(

@@ -63,6 +63,8 @@ class Fault:
     """Hidden behind, or in, the reading of prompts: it gets long ones."""
     in_use: bool
     """Hidden from requests that are all alike: it gets a load as in use."""
+    profile: str | None
+    """The profile of loads that shows it, which is then sent as well."""
 
 
 FAULTS: dict[str, Fault] = {}
@@ -76,12 +78,14 @@ def fault(
     rare: bool = False,
     long_prompts: bool = False,
     in_use: bool = False,
+    profile: str | None = None,
 ) -> Callable[[Any], Any]:
     """Register a function as a fault under its own name."""
 
     def register(inject: Any) -> Any:
         name = inject.__name__
-        FAULTS[name] = Fault(name, check, words, where, inject, quick, rare, long_prompts, in_use)
+        in_a_use = in_use or profile is not None
+        FAULTS[name] = Fault(name, check, words, where, inject, quick, rare, long_prompts, in_a_use, profile)
         return inject
 
     return register

@@ -26,6 +26,8 @@ LONGER_CONTEXT = 1000
 """Tokens; nearly the longest that the zoo's servers take."""
 WELL_UNDER_WAY = 4
 """Tokens of an answer after which a request that arrives is later than its companions of a closed loop."""
+LONG_PROMPT = 300
+"""Tokens: a quarter of what the zoo's servers take."""
 PAUSE_S = 0.3
 LEAKED = 1 << 16
 """Bytes a request."""
@@ -88,6 +90,19 @@ def pause_when_a_request_arrives(engine: Engine) -> Callable[[Step], list[StepOu
         return step()
 
     return paused
+
+
+@fault("engine", "profile of loads", "prompts are read at", profile="rag")
+def slow_reading_of_long_prompts(engine: Engine) -> Callable[[Step], list[StepOutput]]:
+    """Those that no other load has many of."""
+
+    def reads(step: Step) -> list[StepOutput]:
+        scheduler = engine.scheduler
+        reading = [*scheduler.waiting, *(one for one in scheduler.running if one.is_prefilling)]
+        long = any(one.num_prompt > LONG_PROMPT for one in reading)
+        return slowed(step, SLOWER if long else 1)
+
+    return reads
 
 
 @hidden("engine", "text in use", "beside which a prompt was read")

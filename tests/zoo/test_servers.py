@@ -17,7 +17,7 @@ from .conftest import IN_USE, LONG_PROMPTS, LONG_WORKLOAD, MANY_IN_USE, SHORT_WO
 from .server_fault import TOGETHER, Fault
 
 pytestmark = pytest.mark.alone
-HIDDEN = [name for name, one in FAULTS.items() if one.in_use]
+HIDDEN = [name for name, one in FAULTS.items() if one.in_use and one.profile is None]
 NAMED_TOGETHER = (
     "pages_never_freed_after_an_abort",
     "memory_kept_of_every_request",
@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
         runs = range(metafunc.config.getoption("--zoo-runs"))
         in_use = metafunc.config.getoption("--zoo-in-use")
-        chosen = [name for name, one in FAULTS.items() if in_use or not one.in_use]
+        chosen = [name for name, one in FAULTS.items() if in_use or one.profile or not one.in_use]
         cases = [(name, run) for run in runs for name in chosen]
         quick = [(name, run) for name, run in cases if FAULTS[name].quick]
         metafunc.parametrize(
@@ -66,12 +66,14 @@ def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     one = FAULTS[fault]
     judgement = zoo.judged(fault, workload=replace(workload_for(one), seed=2 + run), in_use=one.in_use)
     caught = not_passed(judgement)
-    print(f"{fault}, run {run}: {judgement.status}, {caught}")
+    print(f"{fault}, run {run}: {judgement.status}, {measured(judgement, one.check)}, {caught}")
     assert judgement.status == "fail", caught
     require_named(one, judgement)
 
 
 def workload_for(one: Fault) -> WorkloadSettings:
+    if one.profile is not None:
+        return replace(IN_USE, profile=one.profile)
     if one.in_use:
         return MANY_IN_USE if one.check == SAMPLING else IN_USE
     if one.long_prompts:

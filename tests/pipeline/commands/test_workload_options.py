@@ -137,6 +137,14 @@ def test_what_is_not_given_follows_from_the_recipe_and_the_prompts():
     assert asked_bounds({"throughput_floor": 0.5}, {"floor": 0.75}).throughput_floor == 0.75
 
 
+def test_a_profile_is_the_recipes_unless_one_is_given():
+    assert asked_workload({}, input_len=64, seed=0).profile is None
+    assert asked_workload({}, input_len=64, seed=0, profile="chat").profile == "chat"
+    assert asked_workload({"profile": "rag"}, input_len=64, seed=0, profile="chat").profile == "rag"
+    with pytest.raises(UserError, match=r"profile.*chat, rag, code"):
+        asked_workload({"profile": "mail"}, input_len=64, seed=0)
+
+
 def test_a_name_that_an_option_had_is_refused_with_the_one_that_it_has(tmp_path):
     for former, name in (("max_repeats", "max_blocks"), ("eval", "tasks")):
         with pytest.raises(UserError, match=f"{former} is called {name} now"):

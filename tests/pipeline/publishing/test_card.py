@@ -27,6 +27,7 @@ from scalegate.tests.pipeline.publishing.passed_artifact import (
     make_artifact,
     passing_verdict,
 )
+from scalegate.tests.serving_check.gate_samples import CHAT
 
 NAME = "org/base-INT4"
 
@@ -365,3 +366,21 @@ def test_scores_of_tasks_stand_in_the_card_and_in_its_metadata(artifact):
     [metric] = result["metrics"]
     assert (metric["type"], metric["value"], metric["args"]) == ("acc", 0.7123, {"stderr": 0.0093})
     assert "model-index" not in front_matter(card_of(artifact))
+
+
+def test_a_card_shows_prompts_and_decoding_of_a_profile_apart(artifact):
+    assert "Under the load of a service" not in card_of(artifact), "the control"
+    evidence = passing_verdict(Artifact.read(artifact)).evidence
+    in_use = replace(evidence.in_use, profile=CHAT)
+    text = card_of(artifact, verdict={"evidence": replace(evidence, in_use=in_use)})
+    assert "Under the load of a service (`chat`)" in text
+    assert "| prompts | 1.25 | 1.25 to 1.25 |" in text and "| decoding | 2.00 | 2.00 to 2.00 |" in text
+    assert "48 requests with prompts of 200 to 200 tokens" in text
+
+
+def test_the_command_of_a_card_names_a_profile_that_its_recipe_does_not_state(artifact):
+    verdict = passing_verdict(Artifact.read(artifact))
+    asked = {"workload": replace(verdict.workload, profile="rag")}
+    assert "--profile rag" in card_of(artifact, verdict=asked)
+    stated = Artifact.read(artifact).recipe | {"profile": "rag"}
+    assert "--profile" not in card_of(artifact, verdict=asked, recipe=stated)

@@ -19,7 +19,7 @@ from scalegate.serving_check.evidence.measurement import output_throughput
 from scalegate.serving_check.evidence.verdict import CheckResult, Verdict
 from scalegate.serving_check.settings import WorkloadSettings
 
-from ...serving_check.gate_samples import sample_verdict
+from ...serving_check.gate_samples import CHAT, sample_verdict
 
 FAILED = CheckResult(
     "throughput", "fail", "lowest 0.400 [0.390, 0.410] at M=8", "at least 0.93", "kernel <slow> at M=8"
@@ -235,3 +235,16 @@ def test_a_ratio_of_too_few_blocks_for_an_interval_has_no_bar():
     unbounded = replace(verdict.curve[1], ratio_low=0.0, ratio_high=None)
     svg = draw_curve(replace(verdict, curve=(verdict.curve[0], unbounded)), 700, 300)
     assert len(_texts(svg, "interval")) == 1 and len(_texts(svg, "mark")) == 2
+
+
+def test_page_and_table_show_prompts_and_decoding_of_a_profile_apart(verdict: Verdict):
+    assert "Under the load of a service" not in render_report(verdict)["report.html"].decode(), "the control"
+    in_use = replace(verdict.evidence.in_use, profile=CHAT)
+    shown = replace(verdict, evidence=replace(verdict.evidence, in_use=in_use))
+    page = render_report(shown)["report.html"].decode()
+    assert "Under the load of a service: chat" in page and "Azure LLM inference trace 2023" in page
+    assert re.search(r'>prompts</th><td class="number">1.25</td>', page)
+    assert re.search(r'>decoding</th><td class="number">2.00</td>', page)
+    lines = [line.split() for line in verdict_table(shown).splitlines()]
+    assert ["prompts", "1.25", "1.25", "to", "1.25"] in lines
+    assert ["decoding", "2.00", "2.00", "to", "2.00"] in lines

@@ -16,6 +16,7 @@ from scalegate.pipeline.validation.servers import (
     with_recorded_contexts,
 )
 from scalegate.serving_check.gate.policy import weaker_settings
+from scalegate.serving_check.profiles import PROFILES
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
 from scalegate.serving_check.workload.prompts import prompts
 from scalegate.serving_check.workload.spec import WorkloadSpec
@@ -124,3 +125,12 @@ def test_servers_hold_the_longest_request_of_a_load_as_in_use_unless_sizes_are_g
     assert with_long_contexts(usual, {"max_model_len": 256}) == usual
     assert with_recorded_contexts(usual, {}, long.to_json()) == long
     assert with_recorded_contexts(usual, {}, usual.to_json()) == usual
+
+
+def test_servers_have_room_for_the_longest_requests_of_a_profile():
+    usual = sized_options({}, WorkloadSettings())
+    plain, code = with_long_contexts(usual, {}), with_long_contexts(usual, {}, profile="code")
+    assert code.max_model_len >= PROFILES["code"].longest_request > plain.max_model_len
+    assert code.kv_cache_tokens - usual.kv_cache_tokens >= 4 * PROFILES["code"].longest_request
+    assert with_long_contexts(usual, {}, context=2048, profile="code").max_model_len == 2048
+    assert with_recorded_contexts(usual, {}, code.to_json(), "code") == code

@@ -313,7 +313,7 @@ def test_a_load_as_in_use_is_sent_to_one_server_after_the_other(
     monkeypatch.setattr(in_use, "LEAST_SECONDS", 0.3)
     monkeypatch.setattr(at_rest, "FIRST_REQUESTS", 20)
     monkeypatch.setattr(at_rest, "MOST_IN_A_PART", 20)
-    load = WorkloadSettings((1, 4), 16, 8, max_blocks=LEAST_BLOCKS, seed=1)
+    load = WorkloadSettings((1, 4), 16, 8, max_blocks=LEAST_BLOCKS, seed=1, profile="chat")
     counting["artifact"].command[3] = str(step_s)
     sent: list[tuple[str, int, int]] = []
 
@@ -334,6 +334,9 @@ def test_a_load_as_in_use_is_sent_to_one_server_after_the_other(
     for block in blocks:
         assert block.artifact and block.baseline and not (block.artifact.errors or block.baseline.errors)
         assert len(block.artifact.ttfts) == len(block.baseline.ttfts) == block.requests
+    profile = served.in_use.figures.profile
+    assert profile is not None and profile.scale < 1 and len(profile.blocks) == in_use.PROFILE_BLOCKS
+    assert all(block.artifact.parts and block.baseline.parts for block in profile.blocks)
     assert served.at_rest.burst and not served.at_rest.baseline_burst and not served.at_rest.errors
     assert served.at_rest.last, "the first M once more"
     # A warm-up is shorter than a repeat.

@@ -1,0 +1,80 @@
+"""The requests of a profile of loads: lengths of prompts and answers as a trace has them, mixed in one batch.
+
+They come at random times, at a rate that leaves the baseline time between prompts, so that decoding shows by
+itself. Not for requests of all kinds: those are in `use_plan.py`.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..profiles import Profile
+from .drawing import poisson_times, stratified
+from .prompts import Slices
+from .use_plan import LEAST_PROMPT, PlannedRequest
+
+LOAD = 0.6
+"""Of the requests that the baseline can answer in the same time."""
+LEAST_REQUESTS = 12
+"""Of a block: each of as many equal parts of a distribution gives one length."""
+LEAST_ANSWER = 4
+"""Tokens: fewer have hardly a gap between them."""
+
+
+@dataclass(frozen=True)
+class ProfileShape:
+    """What one block's requests are drawn from, besides a seed and a text."""
+
+    requests: int
+    seconds: float
+    """In which they come."""
+    scale: float
+    """Of the trace's lengths, 0 to 1."""
+
+
+def shape_of_profile(
+    profile: Profile,
+    seconds: float,
+    prompt_speed: float,
+    answer_speed: float,
+    context: int,
+    longest_prompt: int,
+) -> ProfileShape:
+    """As many requests as come in `seconds`; all lengths shorter by one factor, if the context does not hold
+    them or if `LEAST_REQUESTS` of them would take longer.
+
+    prompt_speed, answer_speed: tokens a second that the baseline reads, and writes at its best M
+    longest_prompt: that the text gives
+    """
+    work = profile.prompts.mean / prompt_speed + profile.answers.mean / answer_speed
+    requests = int(max(LEAST_REQUESTS, seconds * LOAD / work))
+    scale = min(
+        1.0,
+        context / profile.longest_request,
+        longest_prompt / profile.prompts.longest,
+        seconds * LOAD / (work * requests),
+    )
+    return ProfileShape(requests, requests * scale * work / LOAD, scale)
+
+
+def plan_profile(
+    seed: int, profile: Profile, shape: ProfileShape, text: Sequence[int]
+) -> list[PlannedRequest]:
+    """The requests of one block, by arrival; the same ones for the same arguments.
+
+    text: token ids that prompts are cut from
+    """
+    generator = random.Random(seed)
+    count, rate = shape.requests, shape.requests / shape.seconds
+    times = poisson_times(generator, shape.seconds, rate, rate, count)
+    slices = Slices(generator, text, LEAST_PROMPT)
+    lengths = (stratified(generator, count) for _ in range(2))
+    return [
+        PlannedRequest(
+            at,
+            "greedy",
+            tuple(slices.cut(max(LEAST_PROMPT, int(shape.scale * profile.prompts.at(prompt))))),
+            max(LEAST_ANSWER, int(shape.scale * profile.answers.at(answer))),
+        )
+        for at, prompt, answer in zip(sorted(generator.sample(times, count)), *lengths, strict=True)
+    ]
