@@ -105,7 +105,7 @@ def test_every_command_line_and_signature_has_every_option_with_its_help(name: s
     for cls in groups:
         for field in options_of(cls):
             assert f" {flag(name_of(field))} " in text
-            words = field.metadata["help"].partition("; default")[0].rstrip(".")
+            words = field.metadata["help"].partition("; by default")[0].rstrip(".")
             assert words in text and words in function.__doc__
             assert name_of(field) in inspect.signature(function).parameters
 
