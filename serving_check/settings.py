@@ -69,7 +69,7 @@ class WorkloadSettings:
     )
     max_blocks: int = option(
         96,
-        "Most blocks at one M, each one repeat per side. If they do not decide, the M is inconclusive.",
+        "Most blocks, each one repeat per side, at one M before it is inconclusive.",
         formerly="max_repeats",
         minimum=1,
     )
@@ -78,7 +78,7 @@ class WorkloadSettings:
     )
     seed: int = option(
         0,
-        "Seed of the prompts. Every repeat draws new ones, the same for both sides.",
+        "Seed of the prompts: every repeat draws new ones, the same for both sides.",
         unless_given="a fresh number, which the verdict records",
     )
     profile: str | None = option(
@@ -186,7 +186,7 @@ class Bounds:
 
 
 def checked_bound(name: str, value: object) -> float:
-    """`value` as a bound. UserError if it is no number that could be one."""
+    """`value` as a bound. UserError if it is not a number in the allowed range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_BOUND:
         raise UserError(
             f"the bound {name} must be a number above 0 and below {LARGEST_BOUND:g}, not {value!r}"

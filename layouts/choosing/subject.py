@@ -131,7 +131,7 @@ def baseline_layouts(problem: Problem) -> list[AnyLayout]:
 
 
 def _rounded(x: Tensor, problem: Problem) -> Tensor:
-    """fp32 inputs as the format rounds them."""
+    """fp32 inputs, rounded as the format requires."""
     input_format = dynamic_input(problem.spec)
     return x if input_format is None else input_format.round(x)
 

@@ -1,4 +1,4 @@
-"""E4M3, the eight-bit float of FP8 formats, and inputs rounded to it token by token as they come.
+"""E4M3, the eight-bit float of FP8 formats, and inputs that are rounded to it token by token while serving.
 
 Three bits of mantissa, values to ±448, no infinity. Rounding errs by at most 2^-4 of a value, and by 2^-10
 times the scale among subnormals.
@@ -17,7 +17,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class E4M3Input:
-    """Rounds each token's input to E4M3 with a float32 scale of its own: its largest magnitude becomes 448.
+    """Rounds each token's input to E4M3 with its own float32 scale: its largest magnitude becomes 448.
 
     Nothing is stored or calibrated (compressed-tensors: strategy `token`, `dynamic: true`).
     """
@@ -25,7 +25,7 @@ class E4M3Input:
     label: ClassVar[str] = "FP8"
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., 1] that they are multiplied by."""
+        """E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., 1] that multiply them."""
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True) / E4M3_MAX
         # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.

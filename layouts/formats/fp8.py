@@ -1,4 +1,6 @@
-"""FP8 (W8A8): E4M3 weights with a scale for each row or one for all, and inputs in E4M3, a scale a token."""
+"""FP8 (W8A8): E4M3 weights with a scale for each row or one for all, and inputs in E4M3 with a scale for each
+token.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +18,7 @@ SCALE_BITS = 16
 
 @dataclass(frozen=True)
 class FP8:
-    """FP8 with its parameter. A layer's inputs are rounded too, with scales found as they come."""
+    """FP8 with its parameter. A layer's inputs are rounded too, with scales computed while serving."""
 
     name: ClassVar[str] = "fp8"
     column_multiple: ClassVar[int] = 1

@@ -27,14 +27,14 @@ class InputFormat(Protocol):
 
 @runtime_checkable
 class RoundsInputs(Protocol):
-    """A weight format that rounds inputs as they come, with no scales in the checkpoint."""
+    """A weight format that rounds inputs while serving, with no scales in the checkpoint."""
 
     @property
     def dynamic_input(self) -> InputFormat | None:
-        """None if these parameters leave inputs as they are."""
+        """None if these parameters leave inputs unrounded."""
         ...
 
 
 def dynamic_input(spec: Any) -> InputFormat | None:
-    """How a layer's input is rounded if its weight's spec alone says it; else None."""
+    """How a layer's input is rounded if its weight's spec alone decides it; else None."""
     return spec.dynamic_input if isinstance(spec, RoundsInputs) else None

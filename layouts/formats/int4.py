@@ -95,7 +95,9 @@ class Int4:
         return None if size is None else replace(self, group_size=size)
 
     def beside_experts(self) -> "Int4":
-        """Without zero points: transformers reads none of experts, and vLLM none of gpt-oss' experts."""
+        """The same spec without zero points, which transformers does not read for experts, nor vLLM for
+        gpt-oss' experts.
+        """
         return replace(self, symmetric=True) if self.has_integer_zero else self
 
     def bits_per_weight(self, n: int, k: int) -> float:

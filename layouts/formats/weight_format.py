@@ -62,7 +62,7 @@ class WeightFormat(Hashable, Protocol):
         ...
 
     def beside_experts(self) -> "WeightFormat":
-        """The spec of the same format that other readers take in a model whose experts are quantized."""
+        """The spec of the same format that other readers support in a model with quantized experts."""
         ...
 
     def bits_per_weight(self, n: int, k: int) -> float:

@@ -121,7 +121,8 @@ class PackedExperts(nn.Module):
     ) -> Tensor:
         """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H].
 
-        Without an index, hidden_states [E * T, H] are rows for one expert after another, to [E * T, H].
+        Without an index, hidden_states [E * T, H] hold T rows for each expert in turn, and so does the result
+        [E * T, H].
         """
         if top_k_index is None or top_k_weights is None:
             rows, expert = rows_of_experts(hidden_states, self.num_experts)

@@ -22,7 +22,7 @@ class QuantizedLinear(nn.Module):
 
     x: [..., K] in the packed dtype; y: [..., N] in the same dtype. With an `input_format`, or one that the
     weight's spec has, x is rounded to it first, in every layout: the checkpoint defines that, not the kernel.
-    Only where and in which precision is the layout's.
+    The layout chooses only the place and the precision.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: InputFormat | None = None):

@@ -1,8 +1,8 @@
-"""Products of formats that round inputs as they come (FP8, INT4 with FP8 inputs), in float32.
+"""Products of formats that round inputs while serving (FP8, INT4 with FP8 inputs), in float32.
 
-The input is rounded as the format says, its scales in float32, and multiplied by the weight in float32: what
-hardware that multiplies these formats computes, but for the order of its sums. This gives their quality, not
-their speed. Other layouts take inputs that were rounded before, in 16 bits.
+The input is rounded as the format requires, with scales in float32, and multiplied by the weight in float32.
+Hardware that multiplies these formats computes the same, except for the order of its sums. This gives their
+quality, not their speed. Other layouts get inputs that are already rounded, in 16 bits.
 
     emulated      the weight as stored, dequantized again for every product; on any device
     cpu_emulated  the weight dequantized once, into twice the memory of bf16; on a CPU

@@ -189,7 +189,7 @@ class RoundingLayout(Protocol):
 
 
 def rounds_inputs(layout: object) -> bool:
-    """Whether a layout's product takes inputs as they are, and rounds them as the weight's spec says."""
+    """Whether a layout's product gets unrounded inputs, and rounds them as the weight's spec requires."""
     return isinstance(layout, RoundingLayout) and layout.rounds_inputs
 
 

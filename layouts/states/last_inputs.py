@@ -1,4 +1,4 @@
-"""The last inputs of each channel, for modules that compute something of their own with them (ZAYA)."""
+"""The last inputs of each channel, for modules that use them in their own computation (ZAYA)."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ class LastInputs(StateInputs):
 
 
 class InputWindow:
-    """A state [C, width], oldest input first. Outputs [T, C, width + 1]: the state, then the own input."""
+    """A state [C, width], oldest input first. Outputs [T, C, width + 1]: the state, then the token's own
+    input.
+    """
 
     def shape(self, inputs: LastInputs) -> StateShape:
         return StateShape((inputs.x.shape[1], inputs.width), inputs.x.dtype)

@@ -34,7 +34,7 @@ CARRIED_FIELDS = (
 def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
     """The carried fields of `folder/README.md`'s front matter; empty if there is none.
 
-    UserError if it cannot be read: the artifact's card would lose the base's licence without a word.
+    UserError if it cannot be read: otherwise the artifact's card would silently lose the base's licence.
     """
     path = folder / CARD_NAME
     if not path.exists():

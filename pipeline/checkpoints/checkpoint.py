@@ -87,7 +87,7 @@ class Checkpoint:
 
     @property
     def is_released(self) -> bool:
-        """Whether FP8 in it is what is released, and not a source's way of storing 16-bit weights."""
+        """Whether the release itself is FP8, and FP8 is not just how a source stores 16-bit weights."""
         return self.as_released or (self.folder / MANIFEST_NAME).is_file()
 
     @property
@@ -204,7 +204,7 @@ def _snapshot_of(folder: Path) -> tuple[str, str] | None:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """UserError if the folder holds no model but changes to one."""
+    """UserError if the folder holds no model but an adapter."""
     weights = [path.name for path in folder.glob("*.safetensors")]
     if (folder / ADAPTER_CONFIG).is_file() and all(name.startswith("adapter_") for name in weights):
         raise UserError(

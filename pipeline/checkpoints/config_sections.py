@@ -57,7 +57,9 @@ _QUANTIZATION: TypeAdapter[_Quantization] = TypeAdapter(_Quantization)
 
 
 def refuse_malformed(config: Mapping[str, Any], where: str) -> None:
-    """UserError if a section that is read here and in `conventions/` has not the types it should have."""
+    """UserError if a section that is read here and in `conventions/` has values of other types than it
+    should.
+    """
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise UserError(f"{where}: `text_config` should be a JSON object, not {type(text).__name__}; {AGAIN}")

@@ -1,4 +1,4 @@
-"""`pipeline gguf`: parses options, calls `gguf` and says what was written."""
+"""`pipeline gguf`: parses options, calls `gguf` and prints the result."""
 
 from pathlib import Path
 

@@ -99,7 +99,9 @@ def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFi
 
 
 def refuse_unread(source: Checkpoint, recipe: Recipe, request: ReleaseRequest) -> list[str]:
-    """UserError where vLLM is to serve what it does not load. Returns notes, where it is not to."""
+    """UserError if vLLM would have to serve experts that it does not load. Returns notes if the release is
+    not served by vLLM.
+    """
     reason = VLLM_FAILS.get(source.model_type)
     if reason is None or not _quantizes_experts(source, recipe):
         return []
@@ -150,7 +152,7 @@ def refuse_card(source: Checkpoint, recipe: Recipe, to: str) -> list[str]:
 
 
 def refuse_full_disks(planned: PlannedFiles) -> None:
-    """UserError if a disk has no room for all that is to be written to it."""
+    """UserError if a disk has no room for everything that has to be written to it."""
     wanted: dict[int, dict[Path, int]] = defaultdict(dict)
     for folder, size in (*planned.quantized.items(), *planned.published.items()):
         wanted[os.stat(_there(folder)).st_dev][folder] = size
@@ -169,7 +171,7 @@ def _there(folder: Path) -> Path:
 
 
 def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantized: int) -> None:
-    """UserError if the servers' weights alone are more than the memory that is free.
+    """UserError if the servers' weights alone exceed the free memory.
 
     On a GPU servers may take turns, so there the error is raised only if the baseline's server alone does not
     fit.

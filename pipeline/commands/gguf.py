@@ -1,4 +1,4 @@
-"""Writes a checkpoint as one GGUF file: `pipeline gguf`. How the file is laid out is `gguf_file/`."""
+"""Writes a checkpoint as one GGUF file: `pipeline gguf`. `gguf_file/` defines the layout of the file."""
 
 from pathlib import Path
 

@@ -93,7 +93,7 @@ def quantize(
 
     options: listed below. A text is read for `method: gptq`, for formats that round inputs or weigh them, and
              for the scales of keys and values. With a budget, layers that a rule of the recipe names keep the
-             rule's format..
+             rule's format
     """
     ranks = join_ranks()
     with ranks.together():
@@ -159,7 +159,7 @@ def preview(
 def bytes_to_write(
     checkpoint: Checkpoint, recipe: Recipe, asked: QuantizeOptions, device: str | None = None
 ) -> int:
-    """The bytes of all shards that `quantize` would write. UserError if it would refuse the same
+    """The bytes of all shards that `quantize` would write. UserError if `quantize` would refuse the same
     arguments.
     """
     checkpoint = without_left_out(checkpoint, recipe)
@@ -294,7 +294,7 @@ def _finish(
     parameters: dict[str, Any],
     told: dict[str, Any],
 ) -> Artifact:
-    """Write all but the shards, the manifest last, and return it."""
+    """Write all files except the shards, the manifest last, and return it."""
     write_rest(job, record, shards, copied)
     sidecars = job.convention.sidecars(job.quantization_config)
     written = {*shards, *copied, *sidecars, CONFIG_NAME, INDEX_NAME}

@@ -114,7 +114,7 @@ def release(
 
 
 def _ask_first(source: Checkpoint, recipe: Recipe, request: ReleaseRequest, folder: Path, to: str) -> None:
-    """UserError if a later stage cannot succeed: better than after hours of quantizing."""
+    """UserError if a later stage cannot succeed, so that it shows before hours of quantizing."""
     refuse_unserved_source(source, request)
     for note in refuse_unread(source, recipe, request):
         logger.info(note)

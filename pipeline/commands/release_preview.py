@@ -90,7 +90,7 @@ class ReleasePreview:
 def preview_release(
     model: str | Path, recipe: str | Path, to: str, *, work: str | Path = DEFAULT_WORK, **options: Any
 ) -> ReleasePreview:
-    """Preview of `release` with the same arguments. UserError if it would refuse them."""
+    """Preview of `release` with the same arguments. UserError if `release` would refuse them."""
     model, chosen = str(model), load_recipe(recipe)
     request = read_request(options, chosen)
     publication = request.publication

@@ -115,7 +115,7 @@ def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:
-    """UserError if the settings alone make a verdict that would not be published."""
+    """UserError if the settings alone prevent publication."""
     declared = declared_by(recipe.to_json())
     bounds, tokens = request.bounds(declared), request.validation.quality_tokens
     weak = weaker_settings(request.workload, bounds, tokens, declared, request.kv_cache)

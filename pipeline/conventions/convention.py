@@ -68,7 +68,8 @@ class Convention(Protocol):
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         """Every quantized linear weight by its module's name in the checkpoint.
 
-        Raises UserError if the scheme is not one we read, or the config and the tensors disagree.
+        Raises UserError if the scheme is not one that Scalegate reads, or the config and the tensors
+        disagree.
         """
         ...
 

@@ -1,9 +1,9 @@
 """FP8 sources of every maker: E4M3 or E5M2 weights with one scale each, one per row, or one per block.
 
 DeepSeek's, Qwen's, Mistral's and FBGEMM's are known here; compressed-tensors' and ModelOpt's by their own
-conventions, which ask this file for the weights. A source is read as the 16-bit weights that it stands for,
-one at a time; what is released as FP8 (`Checkpoint.is_released`) is served as FP8, inputs too, if its
-convention says how inputs are rounded. How scales lie is `checkpoints/float_source.py`.
+conventions, which ask this file for the weights. A source is dequantized to 16 bits, one weight at a time; an
+FP8 release (`Checkpoint.is_released`) is served as FP8, inputs too, if its convention says how inputs are
+rounded. How scales lie is `checkpoints/float_source.py`.
 """
 
 import torch

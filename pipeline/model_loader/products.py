@@ -152,8 +152,8 @@ def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
 
 
 def _dense_kind(checkpoint: Checkpoint, stored: StoredWeight, linear: nn.Module) -> object:
-    """The properties that merged linear layers must share. One whose input is rounded with scales of its own
-    stays by itself.
+    """The properties that merged linear layers must share. A layer whose input is rounded with its own scales
+    is not merged.
     """
     alone = stored.module if stored.read_input is not None and stored.read_input().tensors() else None
     return _kind(checkpoint, stored), getattr(linear, "bias", None) is None, alone
@@ -205,4 +205,6 @@ def _top_k(checkpoint: Checkpoint, model: PreTrainedModel, experts: str) -> int:
             value = getattr(owner, name, None)
             if isinstance(value, int) and value > 0:
                 return value
-    raise UserError(f"{checkpoint.source}: nothing says how many experts of {experts} a token takes")
+    raise UserError(
+        f"{checkpoint.source}: its config does not say how many experts of {experts} each token uses"
+    )

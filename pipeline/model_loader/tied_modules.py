@@ -1,4 +1,4 @@
-"""Modules whose parameters are all tied to those of another, such as Zamba's shared attention blocks.
+"""Modules whose parameters are all tied to those of another module, such as Zamba's shared attention blocks.
 
 They become one module: a packed weight that replaces a parameter then serves in both places. Not for tied
 embeddings, which are of another class than the head.
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def share_tied_modules(model: PreTrainedModel) -> None:
-    """Put a module in the place of each whose parameters are all tied to its own."""
+    """Replace each module whose parameters are all tied to another module's by that module."""
     tied: dict[str, str] = model.all_tied_weights_keys
     for pair in tied.items():
         shared = next((names for names in _modules(*pair) if _are_tied(model, *names, tied)), None)

@@ -155,7 +155,7 @@ def _stacked(
 
 
 def gate_up_order(experts: nn.Module) -> str | None:
-    """How the rows of gate and up lie in an experts module's `gate_up_proj`; None if that is not known."""
+    """The order of gate and up rows in an experts module's `gate_up_proj`; None if it is not known."""
     if type(experts).__name__ in GATE_FIRST:
         return HALVES
     concatenated = getattr(experts, "is_concatenated", None)

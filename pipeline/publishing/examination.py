@@ -65,7 +65,7 @@ class Examination:
 
 
 def examine(folder: Path, manifest: Artifact, signers: Path | None = None) -> Examination:
-    """Hash every file of `folder`, whose manifest is given, and hold its records against one another."""
+    """Hash every file of `folder`, whose manifest is given, and compare its records with one another."""
     found = Examination(folder, manifest)
     found.findings.append(_files(found))
     found.findings.append(_kinds(found))

@@ -132,7 +132,7 @@ def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
 
 
 def _refusal(spec: WeightFormat) -> str | None:
-    """Why no quantizer makes weights of `spec`; None if one does."""
+    """The reason why no quantizer makes weights of `spec`; None if one does."""
     if spec.name not in QUANTIZERS:
         return f"Scalegate reads {spec.name} and does not make it; it makes {', '.join(QUANTIZERS)}"
     return QUANTIZERS[spec.name].refuses(spec)

@@ -27,7 +27,7 @@ INT4 and NVFP4 artifacts is 1% to 3% of the entropy, so on less than this many a
 def read_given(
     path: Path, artifact: Checkpoint, baseline: Checkpoint, tokens: int, window: int, prompt: int
 ) -> HeldOutText:
-    """As `read_held_out`. UserError if the text is too short, or always the same."""
+    """As `read_held_out`. UserError if the text is too short, or repeats itself."""
     text = read_held_out(path, artifact, baseline, tokens, window, prompt)
     predicted = sum(len(window) - 1 for window in text.windows)
     if predicted < LEAST_TOKENS:

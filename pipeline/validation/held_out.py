@@ -57,7 +57,7 @@ class HeldOutText:
 
     @property
     def conversations(self) -> Conversations | None:
-        """How conversations become tokens; None if no chat template renders plain ones."""
+        """The function that turns conversations into tokens; None if no chat template renders plain ones."""
         if not self.tokenizer.chat_template:
             return None
         try:

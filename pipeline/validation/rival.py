@@ -18,7 +18,7 @@ ALIKE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 def open_rival(
     artifact: Checkpoint, manifest: Artifact | None, given: str | None, revision: str | None = None
 ) -> Checkpoint | None:
-    """The rival that is given, or the one that the artifact's recipe names; None if there is neither.
+    """The given rival, or the one that the artifact's recipe names; None if there is neither.
 
     Raises UserError if it cannot be opened, is the artifact itself, or is of another model.
     """

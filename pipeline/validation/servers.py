@@ -53,7 +53,7 @@ def sized_options(
 ) -> EngineOptions:
     """The options that are given, and the sizes that the workload, or a task's longest prompt, needs.
 
-    UserError if the servers would be too short for the workload.
+    UserError if the servers' context would be too short for the workload.
 
     context: the longest request that the models accept, in tokens, if known; the workload fits in it
     """
@@ -153,7 +153,7 @@ def artifact_options(options: EngineOptions, manifest: Artifact | None) -> Engin
 
 
 def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
-    """UserError if an option was given that no server would get."""
+    """UserError if an option was given that applies to no server."""
     ours, theirs = engine_named(engine), engine_named(baseline_engine)
     for name, value in given.items():
         reached = ours.options if name in ARTIFACT_ONLY else ours.options | theirs.options

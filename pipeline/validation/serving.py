@@ -88,7 +88,7 @@ def serve_sides(
     `look` runs while the servers start if memory allows it, else before. `score` runs while they stop, or
     after that.
 
-    UserError if a server was ended from elsewhere.
+    UserError if something else ended a server.
     """
     sides = sides_of(_sides_without_places(run), run.placement)
     is_roomy = has_room(sides)

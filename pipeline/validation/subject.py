@@ -40,7 +40,9 @@ def describe_baseline(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> Sub
 
 
 def smaller_forms(checkpoint: Checkpoint) -> list[str]:
-    """The forms below 16 bits that its weights are read from; empty if any of them is served packed."""
+    """The formats below 16 bits that its weights are dequantized from; empty if any weight is served
+    packed.
+    """
     stored = stored_weights(checkpoint).values()
     if any(weight.is_quantized for weight in stored):
         return []

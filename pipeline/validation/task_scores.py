@@ -27,7 +27,7 @@ Results = Mapping[str, Any]
 
 
 def require_lm_eval() -> None:
-    """UserError if it is not installed: better before hours of work than after."""
+    """UserError if it is not installed, so that this shows before hours of work."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks runs lm-eval, which is not installed; pip install 'lm-eval[api]'")
 

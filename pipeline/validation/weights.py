@@ -172,7 +172,7 @@ class _Comparison:
         return error, norm
 
     def _columns(self, module: str) -> Tensor | None:
-        """fp32 [K], by which the module's columns were multiplied; None if they were not.
+        """fp32 [K], the factors of the module's columns; None if there are none.
 
         A norm that was exchanged or damaged gives others, and its modules another error than is recorded.
         """

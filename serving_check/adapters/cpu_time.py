@@ -53,7 +53,7 @@ def own_processes() -> list[int]:
 
 
 def usable_by(processes: Sequence[int]) -> set[int]:
-    """The cores that any of the processes may run on; empty if it is not known."""
+    """The cores that any of the processes may run on; empty if they are not known."""
     found: set[int] = set()
     for pid in processes:
         with suppress(OSError, AttributeError):

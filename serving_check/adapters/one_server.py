@@ -15,7 +15,7 @@ SAME = 0.9
 
 
 def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
-    """UserError if both endpoints are one port of one machine, under whatever name."""
+    """UserError if both endpoints are the same port of the same machine, even under different names."""
     if _addresses(artifact.base_url) & _addresses(baseline.base_url):
         raise UserError(
             f"{artifact.base_url} and {baseline.base_url} are the same server; "

@@ -52,7 +52,7 @@ class LogReader:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What a server says of itself, in its metrics and in its log."""
+    """A server's own account of itself, from its metrics and its log."""
 
     series: Series = SCALEGATE_SERIES
     renewal_s: float = 0.0

@@ -387,7 +387,7 @@ def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) 
 
 
 def _tell_shared_layers_their_index(model: nn.Module) -> None:
-    """Attention that several layers share (Zamba) is told by its caller for which of them it attends."""
+    """If several layers share an attention module (Zamba), its caller sets the layer that it attends for."""
     for module in model.modules():
         takes_index = "layer_idx" in inspect.signature(type(module).forward).parameters
         if takes_index and hasattr(module, "layer_idx") and not module._forward_pre_hooks:

@@ -94,7 +94,7 @@ class _State:
         return self
 
     def __getitem__(self, at: Any) -> "_State":
-        """Zamba computes head by head: state[:, head] is a state of its own."""
+        """Zamba computes head by head: state[:, head] is the state of one head."""
         if not (isinstance(at, tuple) and at[0] == slice(None) and isinstance(at[1], int)):
             raise unsupported("this model", f"a layer takes {at} of its state, which is unknown here")
         return _State(self.module, self.layer, at[1])
@@ -180,7 +180,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[[_State, Mapping[str, Any]], Any]]] = {
 
 
 def keeps_a_state(module: nn.Module) -> bool:
-    """Whether the module asks a cache for a state, or keeps one in a way that is known here."""
+    """Whether the module asks a cache for a state, or keeps one in a way that is supported here."""
     return bool(ASKS_FOR_STATES & set(_names(module))) or forward_of(module) is not None
 
 
@@ -226,7 +226,7 @@ def _in_a_row(output: Tensor | None) -> Tensor | None:
 
 
 def _compute_anew(module: nn.Module) -> Callable[[Any, Tensor, dict[str, Any]], Any] | None:
-    """The forward over our states of a module that needs one of its own."""
+    """The forward that replaces the module's own, over our states."""
     own = forward_of(module)
     if own is None:
         return None
@@ -243,7 +243,7 @@ def _compute_anew(module: nn.Module) -> Callable[[Any, Tensor, dict[str, Any]], 
 def _compute_by_functions(
     module: nn.Module, architecture: str, signature: inspect.Signature
 ) -> Callable[[Any, Tensor, dict[str, Any]], Any]:
-    """The module's own forward, which calls our functions in the place of those in FUNCTIONS."""
+    """The module's own forward, with our functions in place of those in FUNCTIONS."""
     written = inspect.unwrap(type(module).forward)
     ours = {
         name: _with_our_state(written.__globals__[name], *FUNCTIONS[name])

@@ -1,7 +1,7 @@
-"""Modules whose forward computes with its state itself, written anew over states of our own.
+"""Modules whose forward computes with its state directly; they are rewritten over our states.
 
-transformers' forwards of these modules treat a prompt and a decoded token apart and pass their state to no
-function that computes one token, so nothing in them can be replaced. Not for modules that do
+transformers' forwards of these modules handle a prompt and a decoded token separately and pass their state to
+no function that computes one token, so there is no function to replace. Not for modules with such a function
 (`state_layers.py`).
 """
 
@@ -42,8 +42,8 @@ def _lightning_attention(
 def _zaya_projection(
     module: Any, hidden: Tensor, given: Mapping[str, Any], compute: Compute
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ZAYA's compressed convolutional attention (arXiv 2510.04476): convolved queries and keys, and values of
-    which one half is the token's before."""
+    """ZAYA's compressed convolutional attention (arXiv 2510.04476): queries and keys are convolved, and half
+    of each value comes from the token before."""
     tokens, head_dim, shared = len(hidden), module.head_dim, module.num_key_value_groups
     queries, keys = module.q_proj(hidden), module.k_proj(hidden)
     joined = torch.cat([queries, keys], 2)[:, 0]
@@ -102,5 +102,5 @@ FORWARDS: dict[str, Callable[[Any, Tensor, Mapping[str, Any], Compute], Any]] = 
 
 
 def forward_of(module: nn.Module) -> Callable[[Any, Tensor, Mapping[str, Any], Compute], Any] | None:
-    """The module's forward over our states, if it needs one of its own."""
+    """The forward that replaces the module's own over our states, if it needs one."""
     return FORWARDS.get(type(module).__name__)

@@ -81,7 +81,7 @@ def rival_decisions_of(
 def rival_point(
     measured: MeasuredM, decision: Decision | None, workload: WorkloadSettings
 ) -> RivalPoint | None:
-    """The rival at one M; `decision` is None if the M has no vote."""
+    """The rival at one M; `decision` is None if the M does not count."""
     if not measured.rival:
         return None
     ratios = measured.log_ratios(output_throughput, over_rival=True)

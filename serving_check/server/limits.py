@@ -21,7 +21,7 @@ class ServerLimits:
         4096, "The most connections at a time; further ones are answered 503 and closed.", minimum=1
     )
     header_seconds: int = option(
-        10, "Seconds after connecting by which a request's headers must be here; else 408.", minimum=1
+        10, "Seconds that a request's headers may take after connecting; else 408.", minimum=1
     )
     body_seconds: int = option(60, "Seconds that a request's body may take; else 408.", minimum=1)
     unread_seconds: int = option(

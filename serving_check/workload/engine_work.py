@@ -79,7 +79,7 @@ def difference(before: dict[str, float], after: dict[str, float], series: str | 
 def steps_by_running(
     before: dict[str, float], after: dict[str, float], series: Series
 ) -> dict[int, int] | None:
-    """How many decode steps ran with how many requests in them; None if the server does not say."""
+    """The number of decode steps by the number of requests in them; None if the server does not say."""
     counted = by_label(after, series.steps_by_running, "running")
     if not counted:
         return None

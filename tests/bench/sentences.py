@@ -44,7 +44,7 @@ def documentation() -> Iterator[Sentence]:
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
             text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-            paragraphs = re.split(r"\n\s*\n|\n(?=[-#|>\d])", text)
+            paragraphs = re.split(r"\n\s*\n|\n(?=[-#|>]|\d+\. )", text)
             for paragraph in paragraphs:
                 if not paragraph.startswith(("#", "|", "<", "!")):
                     yield from sentences(str(path.relative_to(ROOT)), paragraph.lstrip("- "))

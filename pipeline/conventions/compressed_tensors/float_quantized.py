@@ -1,7 +1,7 @@
-"""FP8 in compressed-tensors, `float-quantized`: E4M3 weights, inputs rounded to E4M3 as they come.
+"""FP8 in compressed-tensors, `float-quantized`: E4M3 weights, with inputs rounded to E4M3 while serving.
 
 `weight` float8_e4m3fn [N, K] and `weight_scale` [N, 1] (strategy `channel`) or [1] (`tensor`), a multiplier.
-A source in this form is read as the 16-bit weights that it stands for.
+A source in this form is dequantized to 16 bits.
 """
 
 from collections.abc import Mapping

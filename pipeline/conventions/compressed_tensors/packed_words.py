@@ -27,7 +27,7 @@ WORD_BITS = 32
 
 
 def recognizes(group: Mapping[str, Any], bits: int) -> bool:
-    """Whether a config group is of integer codes of so many bits, packed like that."""
+    """Whether a config group has integer codes of this many bits, in this packing."""
     weights = group.get("weights") or {}
     return (weights.get("num_bits"), weights.get("type"), group["format"]) == (bits, "int", FORMAT)
 

@@ -77,7 +77,7 @@ class WritableScheme(Scheme, Protocol):
 
 
 def rounds_to_fp8(group: Mapping[str, Any]) -> bool:
-    """Whether a config group rounds inputs to E4M3, each token as it comes."""
+    """Whether a config group rounds inputs to E4M3, with scales computed for each token."""
     return FP8_PER_TOKEN.items() <= (group.get("input_activations") or {}).items()
 
 

@@ -111,7 +111,7 @@ def _weight_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _recorded(model: PreTrainedModel, count: int, length: int) -> GraphSampler | None:
-    """A step of `model` that is recorded; None if it cannot be."""
+    """A step of `model` that is recorded; None if it cannot be recorded."""
     if model.device.type == "cpu" or not GraphSampler.can_record(model):
         return None
     drawing = GraphSampler(model, count, length)

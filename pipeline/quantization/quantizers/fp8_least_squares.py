@@ -1,12 +1,12 @@
 """FP8: for each row, the scale under which E4M3 has the least squared error. It reads no file.
 
-E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. So
-one octave of scales, from the one that makes the row's largest weight 448, has all grids that there are. The
-search tries it in even steps; then the best grid's codes are scaled once more to fit the row. On weights of
-the bundled checkpoint this takes 8% off the error of the scale of the largest weight.
+E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. So one
+octave of scales, down from the one that makes the row's largest weight 448, covers all grids. The search
+tries it in even steps; then the best grid's codes are scaled once more to fit the row. On weights of the
+bundled checkpoint this takes 8% off the error of the scale of the largest weight.
 
-Rows lie along the last dimension and their weights along the first ([K, rows]); sums fold halves. Only single
-IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
+Rows are the last dimension and their weights the first ([K, rows]); sums fold halves. Only single IEEE
+operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
 """
 
 import torch
@@ -82,7 +82,7 @@ def _search(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
 
 
 def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """How much of `<x, x>` the nearest codes q take away, `step · (2<x, q> - step · <q, q>)`, and the scale
+    """The reduction of `<x, x>` by the nearest codes q, `step · (2<x, q> - step · <q, q>)`, and the scale
     that fits these codes best."""
     q = _nearest(x, step, scratch)
     dot = fold(torch.mul(x, q, out=scratch[1]))
@@ -101,6 +101,6 @@ def _nearest(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor] | None = No
 
 
 def _stored(step: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """`step` as `scale_dtype` has it, and never zero."""
+    """`step` in `scale_dtype`, and never zero."""
     smallest = max(torch.finfo(scale_dtype).smallest_normal * 2.0**-10, SMALLEST)
     return step.clamp(min=smallest).to(scale_dtype).float()

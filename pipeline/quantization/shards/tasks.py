@@ -171,7 +171,9 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
 def _for_other_readers(
     linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat]
 ) -> dict[str, WeightFormat]:
-    """What becomes of modules whose format other readers do not take in a model with quantized experts."""
+    """Records the modules that get another format because other readers do not support theirs in a model with
+    quantized experts.
+    """
     if not any(linears[module].is_expert for module in chosen):
         return {}
     taken = {module: spec.beside_experts() for module, spec in chosen.items()}
@@ -179,7 +181,7 @@ def _for_other_readers(
 
 
 def _how_small(linears: Mapping[str, LinearWeight], weight: LinearWeight) -> str | None:
-    """What says that `weight` is too small for other readers; None where it is not."""
+    """The reason why `weight` is too small for other readers; None if it is not."""
     parent, _, leaf = weight.module.rpartition(".")
     together = [f"{parent}.{name}" for name in MERGED] if leaf in MERGED else [weight.module]
     n = sum(linears[module].n for module in together if module in linears)

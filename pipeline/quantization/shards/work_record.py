@@ -166,7 +166,7 @@ def begun_in(folder: Path) -> bool:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """UserError if a folder that is held has files of other origin."""
+    """UserError if a locked folder has files of other origin."""
     for name in (PARTS_FOLDER, CALIBRATION_FOLDER):
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name} is a symlink; {START_OVER}")
@@ -185,7 +185,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
-    """The record of the job interrupted in `folder`, or a new one. UserError if it is another job's."""
+    """The record of the job interrupted in `folder`, or a new one. UserError if it belongs to another job."""
     path = folder / RECORD_NAME
     if not path.is_file():
         record = WorkRecord(folder, parameters)
@@ -214,7 +214,9 @@ def _entries(folder: Path) -> list[str]:
 
 
 def clear_folder(folder: Path, copied: Iterable[str]) -> None:
-    """Remove a job's files from `folder`, `copied` names included. UserError if it is not a job's."""
+    """Remove a job's files from `folder`, `copied` names included. UserError if it does not belong to a
+    job.
+    """
     if not begun_in(folder) and _entries(folder):
         raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")
     names: set[str] = {

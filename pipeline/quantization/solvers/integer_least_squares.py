@@ -8,9 +8,9 @@ those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<
 judges a candidate (s, z) with the scale already refined. The search takes every clipping ratio at the
 nearest zero and its neighbours, then alternates from the best with the scale as it will be stored.
 
-Without zero points the codes -8..7 reach one step further on one side, and a negative scale turns it to the
-other. Intel's AutoRound publishes symmetric INT4 of this kind, and engines multiply by the scale whatever its
-sign. The search tries both; it leaves most of what zero points gain.
+Without zero points the codes -8..7 reach one step further on one side, and a negative scale turns that side
+around. Intel's AutoRound publishes symmetric INT4 of this kind, and engines multiply by the scale whatever
+its sign. The search tries both signs; this gains most of what zero points would gain.
 
 Groups lie along the last dimension and elements along the first ([g, groups]); sums fold halves. Only single
 IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
@@ -42,7 +42,7 @@ class IntegerCodes:
     signs: tuple[int, ...] = (1,)
 
     def widest(self, low: Tensor, high: Tensor, sign: int) -> Tensor:
-        """The scale of this sign, up to the sign, that clips nothing of low..high without zero points."""
+        """For one sign of the scale, the magnitude that clips nothing of low..high without zero points."""
         below, above = (low, high) if sign > 0 else (-high, -low)
         return torch.maximum(above * (1 / (self.top - self.middle)), below * (-1 / self.middle))
 
