@@ -12,7 +12,7 @@ from ...base.log import is_verbose
 from ..commands.doctor import Device, Diagnosis, HubLogin, LayoutChoice, LayoutState, doctor
 
 GB = 1e9
-WIDTH = 100
+WIDTH = 80
 LABEL = 13
 """Columns before a line's text."""
 ON_SCREEN = ("torch", "triton", "transformers")
@@ -25,7 +25,8 @@ def command(as_json: bool) -> None:
 
     For each weight format, the table names the layout that serves it here. "1.83× (0.62×)" means: on average
     1.83 times as fast as bf16, and 0.62 times at the worst shape and batch size. The figures are those that
-    `pipeline layout` or `pipeline release` measured on this machine; "not measured" means there are none.
+    `pipeline layout` or `pipeline release` measured on this machine; "not measured" means there are none. For
+    experts, "per expert" means that the same layout multiplies one expert after another.
 
     --verbose adds all versions, and for every layout the reason why it refuses a format.
 
@@ -48,7 +49,6 @@ def _screen(diagnosis: Diagnosis) -> Iterator[str]:
     yield ", ".join([f"Scalegate {diagnosis.versions['scalegate'] or NOT_INSTALLED}", *versions])
     for package in diagnosis.untested:
         yield f"not tested with {package}"
-    yield ""
     groups = _alike(diagnosis.devices)
     for device in groups:
         yield from _labelled(device.kind, f"{device.name}: {device.detail}, {_memory(device)}")
@@ -100,9 +100,9 @@ def _weights(device: Device, choices: Iterable[LayoutChoice]) -> Iterator[str]:
     first = device.kind.partition(",")[0]
     here = [choice for choice in choices if choice.device == first]
     experts = {choice.problem: choice for choice in here if choice.experts}
-    rows = [(f"weights on {device.kind}", "layout", "speed, bf16 = 1", "layout of experts")]
+    rows = [(f"weights on {device.kind}", "layout", "bf16 = 1.00×", "layout of experts")]
     rows += [
-        (choice.problem, choice.layout or "none", _speed(choice), _experts(experts[choice.problem]))
+        (choice.problem, choice.layout or "none", _speed(choice), _experts(experts[choice.problem], choice))
         for choice in here
         if not choice.experts
     ]
@@ -116,14 +116,19 @@ def _weights(device: Device, choices: Iterable[LayoutChoice]) -> Iterator[str]:
 def _speed(choice: LayoutChoice) -> str:
     """`2.13× (0.98×)`: the mean and the lowest."""
     if choice.speed is None or choice.least_speed is None:
-        return "slow, not measured" if choice.is_slow else "not measured"
+        return "slow" if choice.is_slow else "not measured"
     return f"{choice.speed:.2f}× ({choice.least_speed:.2f}×)" if choice.shapes else f"{choice.speed:.2f}×"
 
 
-def _experts(choice: LayoutChoice) -> str:
-    """The layout alone if it was not measured: few models have experts."""
-    speed = f", {_speed(choice)}" if choice.shapes else ", slow" if choice.is_slow else ""
-    return f"{choice.layout or 'none'}{speed}"
+def _experts(choice: LayoutChoice, dense: LayoutChoice) -> str:
+    """The layout, and its mean speed if it was measured: few models have experts."""
+    # Imports torch, which `doctor` has needed before.
+    from ...layouts.packing.per_expert import SUFFIX
+
+    layout = "per expert" if choice.layout == f"{dense.layout}{SUFFIX}" else choice.layout or "none"
+    if choice.shapes and choice.speed is not None:
+        return f"{layout} {choice.speed:.2f}×"
+    return f"{layout} slow" if choice.is_slow else layout
 
 
 def _login(hub: HubLogin) -> str:
