@@ -3,11 +3,12 @@
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.pipeline.commands.validate import validate
+from scalegate.pipeline.commands.validate import prepare, validate
 from scalegate.pipeline.validation.held_out import read_held_out, window_for
 from scalegate.pipeline.validation.servers import (
     LONG_PROMPT_IN_USE,
@@ -15,6 +16,7 @@ from scalegate.pipeline.validation.servers import (
     with_long_contexts,
     with_recorded_contexts,
 )
+from scalegate.pipeline.validation.serving import _gate_run
 from scalegate.serving_check.gate.policy import weaker_settings
 from scalegate.serving_check.profiles import PROFILES
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
@@ -134,3 +136,17 @@ def test_servers_have_room_for_the_longest_requests_of_a_profile():
     assert code.kv_cache_tokens - usual.kv_cache_tokens >= 4 * PROFILES["code"].longest_request
     assert with_long_contexts(usual, {}, context=2048, profile="code").max_model_len == 2048
     assert with_recorded_contexts(usual, {}, code.to_json(), "code") == code
+
+
+def test_an_exploratory_run_sends_a_load_as_in_use_where_it_asks_for_a_profile(example_checkpoint: Path):
+    """Servers then have room for it. Without a profile, such a run sends none."""
+    given = {"baseline": str(example_checkpoint), "m": (1, 2), "device": "cpu"}
+    text = Mock(token_ids=[1, 2, 3])
+    without, asked = (
+        prepare(str(example_checkpoint), given | more, None, progress=False)
+        for more in ({}, {"profile": "code"})
+    )
+    assert _gate_run(without, text).source is None
+    assert _gate_run(asked, text).source is not None
+    longest = PROFILES["code"].longest_request
+    assert without.options.max_model_len < longest <= asked.options.max_model_len
