@@ -64,7 +64,7 @@ class Architecture:
         rope = _rope(config)
         kind = _rope_type(rope)
         if kind not in ROPES:
-            raise UserError(f"{source}: GGUF is written for rope of {', '.join(ROPES)}, not of type {kind!r}")
+            raise UserError(f"{source}: GGUF is written for rope types {', '.join(ROPES)}, not for {kind!r}")
         lacking = [name for name in ROPES[kind] if not isinstance(rope.get(name), int | float)]
         if lacking:
             raise UserError(f"{source}: config.json has no number {lacking[0]!r} in its {kind} rope")

@@ -18,7 +18,7 @@ class Headline:
 
     sentence: str
     score: str
-    """How many checks passed, of how many that were decided."""
+    """How many checks passed, of those that were decided, and how many are unknown."""
     first_failure: CheckResult | None
     """The first check that failed; without one, the first that could not be decided."""
     other_failures: list[CheckResult]
@@ -30,9 +30,10 @@ def headline_of(verdict: Verdict) -> Headline:
     first = failures[0] if failures else None
     decided = [check for check in verdict.checks if check.status != "unknown"]
     passed = sum(check.status == "pass" for check in decided)
+    unknown = len(verdict.checks) - len(decided)
     return Headline(
         sentence=_sentence(verdict, first),
-        score=f"{passed} of {len(decided)} checks passed",
+        score=f"{passed} of {len(decided)} checks passed{f', {unknown} unknown' if unknown else ''}",
         first_failure=first,
         other_failures=failures[1:],
         key_checks=[check for name in KEY_CHECKS for check in verdict.checks if check.name == name],

@@ -140,8 +140,8 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
-            f"{checkpoint.model_type} model, which has {len(linears)} linear weights, and stores keys and "
-            "values as they are"
+            f"{checkpoint.model_type} model ({len(linears)} linear weights), and it does not quantize keys and "
+            "values; choose another recipe"
         )
     quantized = {linears[module].tensor for module in chosen}
     tasks, kept = _order(checkpoint, weights, decisions)
