@@ -78,6 +78,6 @@ def _tiled(values: Tensor) -> Tensor:
 
 
 def _rows(parts: Tensor) -> Tensor:
-    """Undoes `_tiled`, but for the padding."""
+    """Undoes `_tiled`, except for the padding."""
     rows = parts.permute(0, 2, 6, 3, 1, 5, 4)
     return rows.reshape(rows.shape[:4].numel(), -1, rows.shape[-1])

@@ -9,7 +9,7 @@ import psutil
 
 
 def available_cores() -> int:
-    """Cores that this process may run on: an affinity mask counts, as containers and `taskset` set it."""
+    """The number of cores that this process may run on, by its affinity mask, which `taskset` can set."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

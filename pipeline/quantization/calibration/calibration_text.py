@@ -126,5 +126,6 @@ def _dataset_texts(source: str) -> Iterator[str]:
         yield from named.texts()
     except Exception as error:
         raise UserError(
-            f"cannot read the calibration text {source}: {error}; a data set on the Hub is written as {HUB_FORM}"
+            f"cannot read the calibration text {source}: {error}; a data set on the Hub is written as "
+            f"{HUB_FORM}"
         ) from error

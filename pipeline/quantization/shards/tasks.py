@@ -140,7 +140,8 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
-            f"{checkpoint.model_type} model ({len(linears)} linear weights), and it does not quantize keys and "
+            f"{checkpoint.model_type} model ({len(linears)} linear weights), and it does not quantize keys "
+            "and "
             "values; choose another recipe"
         )
     quantized = {linears[module].tensor for module in chosen}

@@ -279,7 +279,7 @@ def test_llama3_and_yarn_rope_are_written_as_llama_cpp_reads_them(tiny_llama: Pa
     }
     assert (said["type"], said["factor"], said["original_context_length"]) == ("yarn", 8.0, 64)
     folder = changed(tiny_llama, tmp_path / "other", {"rope_parameters": numbers | {"rope_type": "dynamic"}})
-    with pytest.raises(UserError, match="not of type 'dynamic'"):
+    with pytest.raises(UserError, match="not for 'dynamic'"):
         write_gguf(open_checkpoint(folder), tmp_path / "other.gguf", progress=False)
 
 
