@@ -97,7 +97,7 @@ def flag(name: str) -> str:
 
 
 def kind_of(cls: type, name: str) -> type:
-    """int, float, str, Path, bool or tuple: what the option holds where it is not None."""
+    """int, float, str, Path, bool or tuple: the type of the option's value, if it is not None."""
     hint = typing.get_type_hints(cls)[name]
     if isinstance(hint, types.UnionType):
         [hint] = [part for part in typing.get_args(hint) if part is not types.NoneType]

@@ -24,7 +24,7 @@ SILU_BLOCK, SUM_BLOCK = 1024, 512
 
 
 def silu_and_multiply_reference(gate_up: Tensor) -> Tensor:
-    """[A, I] of [A, 2I], gate first; one rounding."""
+    """Computes [A, I] from [A, 2I], whose first half is the gate; rounds once."""
     gate, up = gate_up.float().chunk(2, dim=1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 

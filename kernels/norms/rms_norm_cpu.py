@@ -45,7 +45,9 @@ def rms_norm(dtype: torch.dtype) -> Kernel:
 
 
 def _rms_norm(sources: str) -> Kernel:
-    """sources: a digest of what is compiled into it, since numba's cache looks at this file alone."""
+    """sources: a digest of all source code that is compiled into it, since numba's cache looks at this file
+    alone.
+    """
 
     def rms_norm(x: Any, weight: Any, out: Any, eps: float) -> None:
         """x, out: flat, of rows as long as the weight."""

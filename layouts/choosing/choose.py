@@ -1,10 +1,10 @@
 """Which layout serves a layer: chosen by timing, or by the order of preference if nothing was timed.
 
 For each distinct layer shape, speed is measured relative to the unquantized product, at every M of the gate.
-Of the layouts that are at no M slower by more than LOSS_BOUND, the one with the highest geometric mean is
-chosen. If there is none, the layout that is least slow at its worst M is chosen, since the gate would decide
-by that M. Layouts within TIE_MARGIN of the best count as equal, and the first of them in the order of
-preference is taken, so that noise does not change the choice.
+Layouts that are slower than the unquantized product by more than LOSS_BOUND at some M are excluded; of the
+others, the one with the highest geometric mean is chosen. If there is none, the layout that is least slow at
+its worst M is chosen, since the gate would decide by that M. Layouts within TIE_MARGIN of the best count as
+equal, and the first of them in the order of preference is taken, so that noise does not change the choice.
 
 On a GPU a layout may take SHAPE_SECONDS for one shape, and PREPARATION_SECONDS for all shapes together, to
 pack, compile and tune its kernels. A layout that takes longer is refused from that shape on, and the plan

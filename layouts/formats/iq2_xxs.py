@@ -98,7 +98,7 @@ class IQ2XXSWeight(Weight):
         return second.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(SIGN_PATTERNS - 1)
 
     def scales_of_blocks(self) -> Tensor:
-        """fp32 [N, K/32]: what each block's codebook entries are multiplied by."""
+        """fp32 [N, K/32]: the factor of each block's codebook entries."""
         return (self.scale.float().unsqueeze(-1) * (self.block_scales().float() + 0.5) * 0.25).flatten(1)
 
     def block_scales(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chunked attention, as Llama 4 has it: a query sees the keys of its own chunk of the context only.
+"""Chunked attention as in Llama 4: a query sees only the keys of its own chunk of the context.
 
 A chunk is served as a context of its own: with the pages that hold it, and positions that count from its
 first token. So every KV format and every kernel serves it as plain attention. Not for prefill chunks, the
@@ -92,7 +92,7 @@ def tensors_in_chunks(metadata: AttentionMetadata, chunk: int) -> AttentionMetad
 
 
 def host_in_chunks(metadata: AttentionMetadata, chunk: int) -> AttentionMetadata:
-    """The same as layers on the CPU read it, which is in host memory."""
+    """The same step for layers on the CPU, in host memory."""
     if metadata.host is None:
         raise TypeError("chunks on the CPU take metadata in host memory")
     return replace(metadata, host=_host_in_chunks(metadata.host, chunk))

@@ -153,7 +153,7 @@ class _Decoder:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, host: HostMetadata, options: AttentionOptions
     ) -> Tensor:
-        """Of one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
+        """Attends for one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
         count, units, numbers = len(query), len(query) * self._heads, self._numbers
         output = query.new_empty(count, query.shape[1], self._value_dim)
         lengths = host.seq_lens[:count]

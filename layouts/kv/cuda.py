@@ -56,7 +56,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class CudaLayerKV:
-    """One layer's pages, [P, H_kv, page, D] as the kernels take them."""
+    """One layer's pages, [P, H_kv, page, D] as the kernels need them."""
 
     def __init__(self, stored: StoredPages, shape: KVShape, size: PoolSize, workspaces: Workspaces):
         self.key_pages, self.value_pages = stored.key_pages, stored.value_pages

@@ -1,6 +1,6 @@
 """The layout for every format: the weight as stored, dequantized again for every product.
 
-Slow. It is what other layouts are checked against; not for serving if another layout does not refuse.
+Slow. Other layouts are checked against it; it is not for serving unless every other layout refuses.
 """
 
 import torch

@@ -42,7 +42,7 @@ class Routing:
 
     @cached_property
     def blocks(self) -> ExpertRouting:
-        """The sorted assignments as the kernels take them."""
+        """The sorted assignments in the form of the kernels."""
         assignments = self.expert.shape[0] * self.expert.shape[1]
         return routing_in(self.buffer, assignments, self.count, self.block_rows)
 

@@ -1,1 +1,1 @@
-"""State formats: what a layer keeps for each request that is no page."""
+"""State formats: the state of a layer for each request that is not stored in pages."""

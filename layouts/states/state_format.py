@@ -1,7 +1,7 @@
 """What a state format is: how a layer computes its output and its state of a request, by token and by chunk.
 
-A state is what recurrent layers keep instead of keys and values; its size does not grow with the context.
-Every running request has one slot in each such layer, at its row. Not for particular formats; `all_states.py`
+A state is kept by recurrent layers instead of keys and values; its size does not grow with the context. Every
+running request has one slot in each such layer, at its row. Not for particular formats; `all_states.py`
 registers those.
 """
 

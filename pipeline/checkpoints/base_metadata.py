@@ -47,7 +47,7 @@ def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
 
 
 def carried(front_matter: Mapping[str, Any]) -> dict[str, str | list[str]]:
-    """The carried fields, those that are short lines of text or lists of them."""
+    """The carried fields that are short lines of text, or lists of them."""
     found: dict[str, str | list[str]] = {}
     for name in CARRIED_FIELDS:
         value = front_matter.get(name)

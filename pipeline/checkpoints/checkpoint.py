@@ -1,6 +1,6 @@
 """Opening a checkpoint, a folder or a Hub id: its config and where its tensors lie, checked before any work.
 
-Not for what the tensors mean; that is `conventions/`.
+Not for the meaning of the tensors: `conventions/`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The engine from Python, in this process: prompts or conversations in, texts out. Not for serving others.
 
-The same engine, model loader and sampling defaults as behind `pipeline serve`.
+It has the engine, model loader and sampling defaults of `pipeline serve`.
 """
 
 import gc

@@ -65,7 +65,7 @@ class ReleaseRequest:
         return asked_workload(self.given, input_len, WorkloadSettings.seed, self.profile)
 
     def bounds(self, recipe: Mapping[str, Any]) -> Bounds:
-        """The recipe's bounds, with those that were given instead."""
+        """The recipe's bounds, replaced by the ones that were given."""
         return asked_bounds(recipe, self.given)
 
 

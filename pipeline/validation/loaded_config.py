@@ -110,7 +110,7 @@ def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The compared keys: without those that may differ, with values as in JSON."""
+    """The compared keys: without keys that may differ, with values as in JSON."""
     found = {}
     for name, value in config.items():
         if name in MAY_DIFFER or value is None:

@@ -180,7 +180,7 @@ class PagedAttention:
 
 
 def next_call(index: int, calls: Counter[int]) -> int:
-    """The key of the layer's storage for this call of its attention; `calls` counts those of one step."""
+    """The key of the layer's storage for this call of its attention; `calls` counts the calls in one step."""
     calls[index] += 1
     return index + (calls[index] - 1) * REPEATED
 
@@ -191,7 +191,7 @@ def token_by_token(tensor: Tensor) -> Tensor:
 
 
 class LayerObserver:
-    """Records the arguments of every attention layer's call, and refuses those that are not supported."""
+    """Records the arguments of every attention layer's call, and refuses unsupported ones."""
 
     def __init__(self, architecture: str, config: Any, is_sparse: bool):
         """config: of the language model; is_sparse: it has indexers, which are skipped"""

@@ -311,7 +311,7 @@ class Engine:
         return launched
 
     def _in_flight_step(self, result: StepResult) -> InFlightStep:
-        """Extend each sequence by an unknown token; those that reach their maximum length leave."""
+        """Extend each sequence by an unknown token; sequences that reach their maximum length leave."""
         sequences = result.sequences
         logprobs = token_logprobs(result.logits, result.drawn, sequences, self._keeps_bits)
         for sequence in sequences:

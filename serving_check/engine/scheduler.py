@@ -54,7 +54,9 @@ class Schedule:
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
     def in_passes(self, tokens: int) -> "list[Schedule]":
-        """The same work in passes of at most `tokens`: decoding first, then prefill chunks, cut to fit."""
+        """The schedule's work in passes of at most `tokens`: decoding first, then prefill chunks, cut to
+        fit.
+        """
         passes = [Schedule(self.decode[at], []) for at in row_tiles(len(self.decode), tokens)]
         room = 0
         for chunk in self.prefill:

@@ -67,7 +67,7 @@ class StepStates:
 
 
 class StateObserver:
-    """Records the shape of every state; outputs are those of tokens that are each the first of a request."""
+    """Records the shape of every state; outputs are computed as if each token were the first of a request."""
 
     def __init__(self) -> None:
         self.shapes: dict[StateKey, StateShape] = {}

@@ -88,7 +88,7 @@ class ServedText:
 
 
 def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigures:
-    """The figures of one repeat's answers; those that were not kept are left out."""
+    """The figures of one repeat's answers, without answers that were not kept."""
     records = [record for record in result.requests if _is_kept(record)]
     tokens = [_received(record, tokenizer) for record in records]
     told = all(record.answer and record.answer.token_ids is not None for record in records)

@@ -19,7 +19,7 @@ otherwise. Two seeds seldom draw four tokens alike."""
 
 
 def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...]:
-    """For each answer that is not as asked, its kind and what is wrong.
+    """For each wrong answer, its kind and its error.
 
     Requests that failed, or whose client went away, are left out.
     """

@@ -167,7 +167,7 @@ class AnswerInUse:
 
 @dataclass(frozen=True)
 class ProfileFigures:
-    """A profile of loads: requests as long as those of a trace."""
+    """A profile of loads: requests with the lengths of a trace."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -195,7 +195,7 @@ class FiguresInUse:
 
     @property
     def all_blocks(self) -> tuple[BlockInUse, ...]:
-        """With those of the profile."""
+        """The blocks, with those of the profile."""
         return self.blocks + (self.profile.blocks if self.profile else ())
 
 

@@ -146,7 +146,7 @@ class LoadInUse:
     def with_profile(self, in_use: ServedLoad, served: ServedLoad) -> ServedLoad:
         """`in_use` with the figures of this profile.
 
-        served: what both sides' blocks of it showed
+        served: the results of both sides' blocks
         """
         if self.profile is None:
             return in_use
@@ -162,7 +162,7 @@ class LoadInUse:
 
 @dataclass(frozen=True)
 class PlannedProfile:
-    """A profile, and by what its lengths are scaled."""
+    """A profile, and the factor that its lengths are scaled by."""
 
     name: str
     scale: float

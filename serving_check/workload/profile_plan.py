@@ -1,4 +1,4 @@
-"""The requests of a profile of loads: lengths of prompts and answers as a trace has them, mixed in one batch.
+"""The requests of a profile of loads, mixed in one batch; the lengths of prompts and answers follow a trace.
 
 They come at random times, at a rate that leaves the baseline time between prompts, so that decoding shows by
 itself. Not for requests of all kinds: those are in `use_plan.py`.

@@ -53,7 +53,7 @@ def _halves(x):
 
 @triton.jit
 def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
-    """Of the rows of x * unit with columns times weight / unit: sums of products, on the matrix units.
+    """Sums over the rows of x * unit with columns times weight / unit, as products on the matrix units.
 
     x fp16 [N, COUNT] and its squares in halves, weight fp32 [COUNT]. With the upper halves alone, a sum over
     squares is off by a relative error of 1e-5, and one of 10,000 codes differs by one.

@@ -32,13 +32,13 @@ def rows_layout(group_size: int, dim: int, warps: int):
 
 @gluon.constexpr_function
 def _powers(first: int, end: int) -> list[int]:
-    """Of two, from `first` on."""
+    """The powers of two from `first` on, below `end`."""
     return [first << i for i in range((end // first).bit_length()) if first << i < end]
 
 
 @gluon.constexpr_function
 def _accumulator(group_size: int, warps: int):
-    """Of as many warps as there are sixteen rows; the others do the same again."""
+    """The accumulator's layout for one warp per sixteen rows; further warps repeat their work."""
     by_row = min(warps, group_size // 16)
     return gl.NVMMADistributedLayout([2, 0], [by_row, warps // by_row], [16, 8])
 
@@ -56,7 +56,7 @@ def _signs(DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def rotate_rows(x):
-    """x [G, D], as `rows_layout` lays it, times H in fp16; of fp32 what fp16 holds of it."""
+    """x [G, D], in the layout of `rows_layout`, times H in fp16; fp32 is rounded to fp16 first."""
     G: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     BLOCKS: gl.constexpr = D // 16

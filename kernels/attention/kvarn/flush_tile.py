@@ -60,7 +60,7 @@ def _square(x):
 
 @gluon.jit
 def _variance(tile, weights_smem, weight, unit, MMA: gl.constexpr):
-    """Of the rows of tile * unit with columns times weight / unit, fp32 [N]; weight fp32 [COUNT].
+    """Sums over the rows of tile * unit with columns times weight / unit, fp32 [N]; weight fp32 [COUNT].
 
     Sums over the tile and over its squares are products with four columns: halves of weights and of squares.
     """

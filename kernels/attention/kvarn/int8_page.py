@@ -121,7 +121,7 @@ def _centered_product(q, zero, scale):
 
 @triton.jit
 def _unit(largest):
-    """fp32: a power of two, UNITS times what `largest` is to be counted in, and UNITS divided by it."""
+    """fp32: the largest power of two up to `largest`, which is UNITS units, and UNITS divided by it."""
     power = largest.to(tl.float32) + LEAST
     bits = power.to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True) * UNITS

@@ -61,7 +61,7 @@ class PlainPages:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def of(self, host: HostMetadata, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Spans as `widen_kvarn` takes them, a block table of their indices, and tiles; int32.
+        """Spans for `widen_kvarn`, a block table of their indices, and tiles; int32.
 
         num_tokens: of the step, with padding
         """

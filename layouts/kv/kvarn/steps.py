@@ -1,4 +1,4 @@
-"""A step's tokens as KVarN's CPU kernels take them, prepared once for all layers.
+"""A step's tokens in the form of KVarN's CPU kernels, prepared once for all layers.
 
 `cpu.py` runs the kernels.
 """

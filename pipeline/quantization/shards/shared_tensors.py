@@ -44,7 +44,7 @@ def find_shared_tensors(
     """The shared tensors of every weight whose format has any; if no format has any, empty, and nothing is
     read.
 
-    shards: what is measured is kept in the record after each
+    shards: measurements are kept in the record after each shard
     """
     sharing = {
         name: [task for task in tasks if task.linear is not None and task.spec.shared]

@@ -3,8 +3,8 @@
 The columns of a group share a scale, so rounding errs alike on all of them, and most where inputs are large.
 Column k of the weights that read a norm's output is multiplied by s[k], and the norm's own weight divided by
 it: before rounding the model computes the same. Here s is a power of the inputs' root mean square, and the
-exponent the one under which the rounded weights' outputs suffer least. Not for inputs that come from
-elsewhere than a norm, nor for those that an unquantized module, such as a router, reads as well.
+exponent the one under which the rounded weights' outputs suffer least. Not for inputs that do not come from a
+norm, nor for inputs that an unquantized module, such as a router, reads as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,9 @@ def scaled_norm(
 
 
 def column_scales(norm: Tensor, divided: Tensor) -> Tensor:
-    """fp32 [K]: what columns are multiplied by where a norm's weight [K] became `divided`, as rounded."""
+    """fp32 [K]: the factors of the columns if a norm's weight [K] becomes `divided`, including its
+    rounding.
+    """
     old, new = norm.float(), divided.float()
     return torch.where(new == 0, 1.0, old / torch.where(new == 0, 1.0, new))
 

@@ -1,7 +1,8 @@
 """Our solver for integer codes: for each group, the scale and the zero point with the least squared error.
 
-HQQ's idea (alternate between codes and parameters, no calibration data) with what engines can store: the
-zero is an integer and the scale is rounded to its stored dtype inside the search. It reads no file.
+HQQ's idea (alternate between codes and parameters, no calibration data), restricted to numbers that engines
+can store: the zero is an integer and the scale is rounded to its stored dtype inside the search. It reads no
+file.
 
 For a group x of g weights, zero z and scale s, the best codes are `d = clamp(round(x/s), -z, top-z)`, and for
 those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<d,d>`. So one pass over x

@@ -126,14 +126,14 @@ class _LearnedWeight:
         return self.positions.round(), self.factors.clone()
 
     def take_gradient(self) -> None:
-        """Of the weight, as that of the positions and the factors."""
+        """Set the gradients of the positions and the factors from the weight's gradient."""
         gradient = self.place.gradient
         self.positions.grad = gradient
         values = self._now() if self._values is None else self._values
         self.factors.grad = (gradient * values).unflatten(1, (self.levels.groups, -1)).sum(-1)
 
     def put(self) -> None:
-        """Into the model; no number goes further than to the next level."""
+        """Put the weight into the model; no number moves beyond the next level."""
         torch.clamp(self.positions, self._least, self._most, out=self.positions)
         values = self._now()
         # Kept for the next gradient where time counts more than memory.

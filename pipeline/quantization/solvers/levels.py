@@ -8,7 +8,7 @@ from ....layouts.formats.weight_format import Weight
 
 
 class Levels(Protocol):
-    """Of one weight [N, K]: each of its numbers is on one of the levels 0..`top` that its group has.
+    """The levels of one weight [N, K]: each of its numbers is on one of the levels 0..`top` of its group.
 
     top:    the highest level
     chosen: fp32 [N, K], whole numbers: the levels of the weight that this was made from

@@ -1,15 +1,15 @@
 """GPTQ with our grids in its loop, and descent after it: rounds a weight so that its output suffers least.
 
 The error of a row w is (ŵ - w) H (ŵ - w)ᵀ, where H = Σ x xᵀ over inputs of a text. Columns are rounded group
-by group, and what rounding one leaves is taken over by those that come after it (GPTQ: Frantar et al. 2022,
-arXiv 2210.17323, after Optimal Brain Surgeon). Three things are ours. A group's grid is chosen inside that
-loop by the loop's own error: every candidate grid rounds the whole group with feedback, and each row takes
-the one that costs it least. Groups that matter most come first, and within them columns, which keeps the
-groups as they lie in the file. Afterwards *descent*: each group in turn is solved again with all others as
-they are, which can only lower the error, since what it has stays where nothing is better.
+by group, and later columns compensate the error of each rounding (GPTQ: Frantar et al. 2022, arXiv
+2210.17323, after Optimal Brain Surgeon). Three things are ours. A group's grid is chosen inside that loop by
+the loop's own error: every candidate grid rounds the whole group with feedback, and each row takes the one
+that costs it least. Groups that matter most come first, and within them columns, which keeps the groups as
+they lie in the file. Afterwards *descent*: each group in turn is solved again with all others fixed. This can
+only lower the error, since a group keeps its solution unless a better one is found.
 
-Rows do not depend on each other, so blocks of rows are solved side by side. Not for one format: a `Grid` says
-what its numbers are.
+Rows do not depend on each other, so blocks of rows are solved side by side. Not for one format: a `Grid`
+defines its numbers.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Grid(Protocol):
         ...
 
     def __hash__(self) -> int:
-        """The same for grids that are equal: those that do the same operations."""
+        """Equal for grids that are equal, which do the same operations."""
         ...
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
@@ -217,8 +217,8 @@ def _first_choice(grid: Grid, wanted: Tensor, factor: Tensor) -> tuple[Tensor, .
 def _next_choice(
     grid: Grid, wanted: Tensor, parameters: Tensor, rescaling: Tensor, weight: Tensor, factor: Tensor
 ) -> tuple[Tensor, ...]:
-    """`_best` of what lies around `parameters` [P, rows], of those `rescaling` [rows] times as large, and of
-    what is tried first."""
+    """`_best` of the neighbours of `parameters` [P, rows], of `parameters` scaled by `rescaling` [rows], and
+    of the first candidates."""
     tried = [
         *grid.near(parameters).unbind(1),
         *grid.first(wanted, weight).unbind(1),

@@ -1,4 +1,5 @@
-"""Whether the artifact's server keeps up under a profile of loads: requests as long as those of a service.
+"""Whether the artifact's server keeps up under a profile of loads: requests with the lengths of a real
+service.
 
 Prompts and decoding are judged apart, since a fast part would hide a slow one. `evidence/profile_ratios.py`
 works the figures out; this file puts them into words.

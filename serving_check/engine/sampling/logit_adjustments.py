@@ -18,7 +18,7 @@ from ..sequence import Sequence
 class LogitAdjustments:
     """Token counts of requests with penalties, by their rows in the pool.
 
-    Call `apply` before a token is drawn, `observe` after. If a row's counts are not those of its sequence,
+    Call `apply` before a token is drawn, `observe` after. If a row's counts do not belong to its sequence,
     because the row belonged to another or a step has failed, they are made again from the host's tokens.
     """
 

@@ -15,7 +15,7 @@ from ..sequence import Sequence
 
 
 class SamplingRows:
-    """Parameters of R rows and a row for padding, as the sampling kernel takes them.
+    """Parameters of R rows and a row for padding, for the sampling kernel.
 
     numbers fp32 [R + 1, 3], integers int64 [R + 1, 2]. Unused rows are zeros, which means greedy.
     """

@@ -55,7 +55,7 @@ class Pages(NamedTuple):
 
 @njit(error_model="numpy")
 def pages_of(key_words: Any, value_words: Any, channels: Any, tokens: Any) -> Any:
-    """Of arrays [pages, H_kv, ...]: words int16, scales fp16 as uint16."""
+    """The shapes of arrays [pages, H_kv, ...]: words int16, scales fp16 as uint16."""
     _, heads, group, width = key_words.shape
     return Pages(
         key_words.reshape(-1),
