@@ -13,8 +13,8 @@ from pydantic import ConfigDict
 
 from ..base.errors import UserError
 from ..base.option_fields import check_options, option, text_of
-from .ms_between import draw_between
 from .profiles import PROFILES
+from .statistics.ms_between import draw_between
 
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""

@@ -27,7 +27,7 @@ ROOMS = {
     "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],
     "serving_check": [
-        INIT, "ms_between", "profiles", "settings", "statistics", "engine", "adapters", "workload", "server",
+        INIT, "profiles", "statistics", "settings", "engine", "adapters", "workload", "server",
         "evidence", "quality", "draws", "checks", "gate",
     ],
     "pipeline": [

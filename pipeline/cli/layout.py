@@ -5,6 +5,7 @@ import json
 import click
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...serving_check.engine.options import DTYPES
 
 
@@ -93,8 +94,8 @@ def command(
     if as_json:
         more = {"stored": result.stored, "kv_pays": pays(result.plan)}
         click.echo(json.dumps(result.plan.to_json() | more, indent=2))
+        logger.info(result.note)
     else:
         tables = [layout_table(result.plan) if result.plan.choices else "", kv_table(result.plan)]
         click.echo("\n\n".join(filter(None, tables)))
-        click.echo()
-    click.echo(result.note, err=as_json)
+        click.echo(f"\n{result.note}")

@@ -4,20 +4,22 @@ Progress is read from the artifact itself, not from a log: a stage is finished i
 belongs to the same model, recipe, device, workload and bytes. Each stage has a command and a file.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import UserError
 from ...base.log import logger
-from ...base.option_fields import name_of, options_of, takes, values_of
+from ...base.option_fields import name_of, options_of, takes, values_of, words_of
 from ...serving_check.engine.options import AUTO, SIZED, UNQUANTIZED
 from ...serving_check.evidence.verdict import Verdict
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..machine.tested_stack import warn_if_untested
 from ..publishing.push_result import PushResult
 from ..quantization.options import QuantizeOptions
-from ..quantization.shards.launch import quantize_on
+from ..quantization.shards.launch import run_on
+from ..quantization.shards.ranks import OtherRankFailed
 from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.recipe import Recipe
 from ..records.recipe_file import is_recipe, load_recipe
@@ -170,11 +172,24 @@ def _make(
     # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
     finished = not options.overwrite and (folder / MANIFEST_NAME).is_file()
     if len(request.devices) > 1 and not finished:
-        quantize_on(request.devices, model, str(recipe), folder, options)
+        _quantize_on(request.devices, model, str(recipe), folder, options)
         # What they have made is there now, and is checked as one that is found.
         options = replace(options, overwrite=False)
     artifact = quantize(model, recipe, folder, device=request.device, progress=progress, **values_of(options))
     return artifact, finished
+
+
+def _quantize_on(
+    devices: Sequence[str], model: str, recipe: str, out: Path, options: QuantizeOptions
+) -> None:
+    """Runs `pipeline quantize` in one process per device. A process that fails prints its own error.
+
+    OtherRankFailed, with its exit status, if one fails.
+    """
+    words = ["quantize", model, "--recipe", recipe, "--out", str(out), *words_of(values_of(options))]
+    status = run_on(devices, words, silent=True)
+    if status:
+        raise OtherRankFailed(f"quantizing on {', '.join(devices)} has failed", status)
 
 
 def _lay_out(

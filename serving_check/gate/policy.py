@@ -14,8 +14,8 @@ from ..adapters.all_engines import find_engine
 from ..engine.options import ARTIFACT_ONLY
 from ..evidence.coded_load import uncoded
 from ..evidence.verdict import Environment, Verdict
-from ..ms_between import STEP, draw_between
 from ..settings import Bounds, WorkloadSettings, checked_bound
+from ..statistics.ms_between import STEP, draw_between
 
 
 @dataclass(frozen=True)

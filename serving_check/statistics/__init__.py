@@ -1,1 +1,1 @@
-"""When repeats decide: tests of ratios, their correlation, trimmed means."""
+"""Which Ms are drawn, and when repeats decide: tests of ratios, their correlation, trimmed means."""

@@ -10,17 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
 
 from ....base.errors import UserError
 from ....base.log import logger
-from ....base.option_fields import values_of, words_of
 from ...machine.cores import available_cores
-from ..options import QuantizeOptions
-from .ranks import FAULT, GO_ON, OtherRankFailed
+from .ranks import FAULT, GO_ON
 
 HOST = "127.0.0.1"
 PIPELINE = (sys.executable, "-P", "-m", "scalegate.pipeline")
@@ -45,18 +42,6 @@ def devices_of(words: str) -> list[str]:
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise UserError(f"--devices {words}: this torch sees {torch.cuda.device_count()} GPUs")
     return names
-
-
-def quantize_on(devices: Sequence[str], model: str, recipe: str, out: Path, options: QuantizeOptions) -> None:
-    """Runs `pipeline quantize` in one process per device, for a command that continues with the results; the
-    processes print their own errors.
-
-    OtherRankFailed has the exit status.
-    """
-    words = ["quantize", model, "--recipe", recipe, "--out", str(out), *words_of(values_of(options))]
-    status = run_on(devices, words, silent=True)
-    if status:
-        raise OtherRankFailed(f"quantizing on {', '.join(devices)} has failed", status)
 
 
 def run_on(devices: Sequence[str], words: Sequence[str], silent: bool = False) -> int:

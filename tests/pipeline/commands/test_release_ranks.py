@@ -58,7 +58,7 @@ def on_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         launched.append(list(words))
         return run_on(devices, words, silent)
 
-    monkeypatch.setattr(launch, "run_on", counted)
+    monkeypatch.setattr(stages, "run_on", counted)
     return launched
 
 

@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 import pytest
-from scalegate.serving_check.ms_between import STEP, draw_between
 from scalegate.serving_check.settings import MS, SHORTER, WorkloadSettings
+from scalegate.serving_check.statistics.ms_between import STEP, draw_between
 
 SEEDS = range(40)
 
