@@ -39,7 +39,7 @@ class PrefillPages:
         if self._on_device is None or host is not self._host:
             # A step of padding alone, as warm-up has it, reads a page as well: the one that is nobody's.
             pages = [chunk.pages for chunk in host.requests(host.num_decodes)] or [np.zeros(1, np.int32)]
-            counts = [len(one) for one in pages]
+            counts = [len(numbers) for numbers in pages]
             table = np.zeros((host.num_decodes + len(counts), max(counts)), np.int32)
             ends = np.cumsum(counts)
             for row, (count, end) in enumerate(zip(counts, ends, strict=True), host.num_decodes):

@@ -23,8 +23,8 @@ class Threads:
         self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads() - 1)
         others = [self._pool.submit(_one_by_one, calls[at::threads]) for at in range(1, threads)]
         _one_by_one(calls[::threads])
-        for one in others:
-            one.result()
+        for other in others:
+            other.result()
 
 
 def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:

@@ -114,8 +114,11 @@ class Checkpoint:
         limits = [self.context, None if "index_kpool" in section else section.get("index_topk")]
         for rope in (section.get("rope_parameters"), section.get("rope_scaling")):
             parts = [rope, *rope.values()] if isinstance(rope, Mapping) else []
-            for part in (one for one in parts if isinstance(one, Mapping)):
-                if (part.get("rope_type") or part.get("type")) in ROPES_BY_LENGTH:
+            for part in parts:
+                if (
+                    isinstance(part, Mapping)
+                    and (part.get("rope_type") or part.get("type")) in ROPES_BY_LENGTH
+                ):
                     first = part.get("original_max_position_embeddings")
                     limits.append(first or section.get("original_max_position_embeddings"))
         return min((limit for limit in limits if isinstance(limit, int)), default=None)

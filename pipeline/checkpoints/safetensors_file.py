@@ -185,9 +185,9 @@ def _short_read(info: TensorInfo) -> UserError:
     return _corrupt(info.file, f"it ended while tensor {info.name!r} was being read")
 
 
-def hold_the_same(one: TensorInfo, other: TensorInfo) -> bool:
+def hold_the_same(tensor: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors are equal, dtype and shape included; read in chunks, up to the first difference."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
-    pairs = zip(one.read_chunks(), other.read_chunks(), strict=False)
+    pairs = zip(tensor.read_chunks(), other.read_chunks(), strict=False)
     return all(torch.equal(here, there) for here, there in pairs)

@@ -14,7 +14,7 @@ from .stored import not_converted
 WEIGHT = ".weight"
 
 
-class Decoded:
+class DecodedSources:
     name = "decoded"
     reads = f"{', '.join(DECODERS)} sources"
 
@@ -43,5 +43,5 @@ class Decoded:
         return not_converted(checkpoint, module)
 
 
-CONVENTION = Decoded()
+CONVENTION = DecodedSources()
 CONVENTIONS.add(CONVENTION.name, CONVENTION)

@@ -120,7 +120,9 @@ def _draw(endpoint: Endpoint, prompt: Sequence[int], seed: int) -> list[tuple[in
     tokens, told = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if not tokens or not told or len(tokens) != len(told):
         return []
-    return [(token, math.nan if one is None else one) for token, one in zip(tokens, told, strict=True)]
+    return [
+        (token, math.nan if logprob is None else logprob) for token, logprob in zip(tokens, told, strict=True)
+    ]
 
 
 def _of_draws(
@@ -132,7 +134,9 @@ def _of_draws(
     for prompt, answer in zip(prompts, drawn, strict=True):
         tokens = [token for token, _ in answer]
         expected = log_probabilities(continuation_logits(ours, prompt, tokens), tokens)
-        estimates += [_divergence(told - one) for (_, told), one in zip(answer, expected, strict=True)]
+        estimates += [
+            _divergence(told - logprob) for (_, told), logprob in zip(answer, expected, strict=True)
+        ]
     mean = fmean(estimates)
     return ReadElsewhere(reader, len(estimates), mean if math.isfinite(mean) else None, None, None)
 

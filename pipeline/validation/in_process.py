@@ -188,7 +188,7 @@ def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> t
     if len(told) != len(expected):
         return math.inf, math.inf
     pairs = zip(told, expected, strict=True)
-    errors = [math.inf if one is None else abs(one - other) for one, other in pairs]
+    errors = [math.inf if theirs is None else abs(theirs - ours) for theirs, ours in pairs]
     return fmean(errors), max(errors)
 
 

@@ -64,8 +64,9 @@ def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) ->
     found = [answer for result in results for answer in _answers(result, tokenizer)]
     greedy = [answer for answer in found if answer.kind != "sampled"]
     chosen = list(_spread(greedy))[:GREEDY_ANSWERS]
+    sampled = [answer for answer in found if answer.kind == "sampled"]
     drawn = 0
-    for answer in _spread(_beside_other_seeds([one for one in found if one.kind == "sampled"])):
+    for answer in _spread(_beside_other_seeds(sampled)):
         if drawn >= SAMPLED_TOKENS:
             break
         chosen.append(answer)

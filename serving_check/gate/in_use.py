@@ -195,12 +195,12 @@ def plan_load(
     has_template = source.conversations is not None
     taken = [kinds_taken(side, source.end_token, has_template) for side in servers]
     shape = shape_of(measured, workload, source, taken)
-    answered = [(one.prompt, one.text) for one in canary if one.text]
+    answered = [(answer.prompt, answer.text) for answer in canary if answer.text]
     first = workload.seed * SEEDS_PER_RUN + SEED_OF_BLOCKS
     shapes = [shape, *[replace(shape, long_prompt=0)] * (BLOCKS - 1)]
     blocks = tuple(
-        tuple(plan_requests(first + index, one, text, answered, source.conversations))
-        for index, one in enumerate(shapes)
+        tuple(plan_requests(first + index, block_shape, text, answered, source.conversations))
+        for index, block_shape in enumerate(shapes)
     )
     unknown = tuple(dict.fromkeys(word for kinds in taken for word in kinds.unknown))
     return LoadInUse(blocks, unknown, tokenizer)

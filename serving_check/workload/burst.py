@@ -100,9 +100,9 @@ async def _send_burst(
 
         async def client() -> None:
             nonlocal sent
-            while time.perf_counter() - began < longest_s and (one := next(tiny, None)) is not None:
+            while time.perf_counter() - began < longest_s and (request := next(tiny, None)) is not None:
                 sent += prompts_each
-                if (error := await _send(session, url, one)) is not None:
+                if (error := await _send(session, url, request)) is not None:
                     errors.append(error)
 
         await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
@@ -147,11 +147,11 @@ def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
     return {"stream": True} if kind == "aborted" else {}
 
 
-async def _send(session: aiohttp.ClientSession, url: str, one: _Tiny) -> str | None:
+async def _send(session: aiohttp.ClientSession, url: str, request: _Tiny) -> str | None:
     """The error of one request; None if there was none."""
     try:
-        async with session.post(url, data=one.body) as response:
-            if one.is_left and response.status == 200:
+        async with session.post(url, data=request.body) as response:
+            if request.is_left and response.status == 200:
                 await response.content.readany()
                 response.close()
                 return None
@@ -166,4 +166,4 @@ async def _send(session: aiohttp.ClientSession, url: str, one: _Tiny) -> str | N
     if not told:
         return f"no usage in the answer: {answer[:200].decode(errors='replace')}"
     tokens = int(told[-1])
-    return None if tokens == one.tokens else f"asked for {one.tokens} tokens, usage says {tokens}"
+    return None if tokens == request.tokens else f"asked for {request.tokens} tokens, usage says {tokens}"

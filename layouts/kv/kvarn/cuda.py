@@ -33,19 +33,19 @@ class KVarNLayers:
 
     def flush(self, metadata: AttentionMetadata) -> None:
         """Write the pages that decoding requests have just left, before their rows take the next token."""
-        one = self.storages[0]
+        first = self.storages[0]
         if self._addresses is None:
             self._addresses = addresses(
-                [(storage.pages, storage.held) for storage in self.storages], one.held.device
+                [(storage.pages, storage.held) for storage in self.storages], first.held.device
             )
         flush_decoded(
             self._addresses,
             metadata.decode_seq_lens,
             metadata.request_rows,
             metadata.block_table,
-            one.held,
+            first.held,
             self.written,
-            one.value_bits,
+            first.value_bits,
         )
 
 

@@ -68,18 +68,20 @@ def bytes_a_request(parts: Sequence[BurstPart]) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Grown:
+class _Growth:
     memory_bytes: int
     requests: int
 
 
-def _grown(parts: Sequence[BurstPart]) -> _Grown | None:
+def _grown(parts: Sequence[BurstPart]) -> _Growth | None:
     known = [(part.requests, part.memory_bytes) for part in parts if part.memory_bytes is not None]
-    grown = [_Grown(after - before, requests) for (_, before), (requests, after) in itertools.pairwise(known)]
+    grown = [
+        _Growth(after - before, requests) for (_, before), (requests, after) in itertools.pairwise(known)
+    ]
     if len(grown) < 2 * HEAP_STEPS:
         return None
-    least = sorted(grown, key=lambda one: one.memory_bytes)[:-HEAP_STEPS]
-    return _Grown(sum(one.memory_bytes for one in least), sum(one.requests for one in least))
+    least = sorted(grown, key=lambda growth: growth.memory_bytes)[:-HEAP_STEPS]
+    return _Growth(sum(growth.memory_bytes for growth in least), sum(growth.requests for growth in least))
 
 
 def _left(figures: AtRestFigures) -> list[str]:

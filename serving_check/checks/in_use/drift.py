@@ -68,7 +68,7 @@ def check_drift(figures: AtRestFigures) -> CheckResult:
         *([_of_step(figures, step, part)] if has_step else []),
         *([_of_first_m(figures, slower, is_slower)] if slower is not None and may_be_slower else []),
     ]
-    requests = sum(one.requests for one in figures.burst)
+    requests = sum(tiny.requests for tiny in figures.burst)
     again = "not measured again" if slower is None else f"takes {slower:.2f}× as long at the end"
     return CheckResult(
         name=NAME,
@@ -96,7 +96,7 @@ def _most_step(baseline_burst: Sequence[BurstPart]) -> float:
 
 
 def _of_step(figures: AtRestFigures, step: float, part: int) -> str:
-    before = sum(one.requests for one in figures.burst[:part])
+    before = sum(tiny.requests for tiny in figures.burst[:part])
     if part >= PARTS_BEFORE:
         before += figures.between
     return (

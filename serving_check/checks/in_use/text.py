@@ -142,17 +142,21 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
         # A limit that was chosen to suit the wrong answers excludes some right ones by chance.
         return met(condition, right) + condition.limits
 
-    telling = [one for one in conditions if len(right) - met(one, right) >= FEWEST_RIGHT]
-    pure = [one for one in telling if met(one, wrong) >= PURE * (met(one, wrong) + met(one, right))]
+    telling = [condition for condition in conditions if len(right) - met(condition, right) >= FEWEST_RIGHT]
+    pure = [
+        condition
+        for condition in telling
+        if met(condition, wrong) >= PURE * (met(condition, wrong) + met(condition, right))
+    ]
     left = list(wrong)
     chosen: list[Condition] = []
     while left and pure and len(chosen) < MOST_CONDITIONS:
-        best = max(pure, key=lambda one: met(one, left) - cost(one))
+        best = max(pure, key=lambda condition: met(condition, left) - cost(condition))
         chosen.append(best)
         left = [answer for answer in left if not best.holds(answer)]
     if pure and not left:
         return chosen
-    common = [one for one in telling if met(one, wrong) == len(wrong)]
+    common = [condition for condition in telling if met(condition, wrong) == len(wrong)]
     return [min(common, key=cost)] if common else []
 
 
