@@ -162,7 +162,7 @@ def cliff_after_thousands_of_requests(engine: Engine) -> Callable[[Step], list[S
     def cliff(step: Step) -> list[StepOutput]:
         nonlocal ended
         outputs = slowed(step, SLOWER if ended > CLIFF else 1)
-        ended += sum(one.finish_reason is not None for one in outputs)
+        ended += sum(output.finish_reason is not None for output in outputs)
         return outputs
 
     return cliff
@@ -317,7 +317,7 @@ async def memory_kept_of_every_stream_that_is_sampled(
 @hidden("stream", "log-probabilities", "look at the temperature, the base")
 async def log_probabilities_in_bits(traffic: Traffic, deltas: Deltas) -> Deltas:
     async for some in deltas:
-        yield [replace(delta, logprobs=[in_bits(one) for one in delta.logprobs]) for delta in some]
+        yield [replace(delta, logprobs=[in_bits(logprob) for logprob in delta.logprobs]) for delta in some]
 
 
 def in_bits(one: TokenLogprobs) -> TokenLogprobs:

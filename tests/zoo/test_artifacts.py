@@ -16,9 +16,9 @@ from .sound_artifacts import Sound, judge_files, judge_quality, make_sound
 
 SEEDS = (0, 1, 2)
 IN_FILES = [
-    one for one in FAULTS.values() if one.check in (weights.NAME, text_files.NAME, other_readers.NAME)
+    fault for fault in FAULTS.values() if fault.check in (weights.NAME, text_files.NAME, other_readers.NAME)
 ]
-REFUSED = [one for one in FAULTS.values() if one.check == "refused"]
+REFUSED = [fault for fault in FAULTS.values() if fault.check == "refused"]
 TOKENS = 2048
 
 

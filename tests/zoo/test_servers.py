@@ -57,7 +57,7 @@ def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
     """A CPU may read prompts faster in bfloat16 than in INT4, which is not what is asked here."""
     # A busy machine takes more than the 11 blocks that the faults get.
     judgement = zoo.judged(workload=replace(LONG_PROMPTS, max_blocks=48))
-    assert next(one.status for one in judgement.checks if one.name == DECODE_THROUGHPUT) == "pass", (
+    assert next(check.status for check in judgement.checks if check.name == DECODE_THROUGHPUT) == "pass", (
         not_passed(judgement)
     )
 

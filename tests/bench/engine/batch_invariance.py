@@ -432,7 +432,7 @@ def tiles_to_try(m: int, n: int, k: int) -> list[ours.Tile]:
     more = [(64, 128, 3, 4), (64, 64, 6, 4), (128, 64, 4, 8)]
     tried = [tile, *(ours.Tile(tile.bm, *one) for one in more)]
     fits = [one for one in tried if (one.bm + one.bn) * one.bk * 2 * one.stages <= 220 * 1024]
-    return list(dict.fromkeys(one for one in fits if one.bn * one.bm <= 128 * 32 * one.warps))
+    return list(dict.fromkeys(fit for fit in fits if fit.bn * fit.bm <= 128 * 32 * fit.warps))
 
 
 def microseconds(calls: list[Callable[[], Tensor]]) -> float:

@@ -97,13 +97,13 @@ def measure_dtype(options: argparse.Namespace, dtype) -> list[dict]:
     def run_engine(prompts: list[list[int]]) -> float:
         started = time.perf_counter()
         completions = engine.generate(prompts, greedy)
-        return sum(len(one.token_ids) for one in completions) / (time.perf_counter() - started)
+        return sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - started)
 
     cells = []
     for m in options.m:
         prompts = cut_prompts(options, m)
         trial = max(options.output_len // 4, 1)  # long enough to tell the sizes apart
-        sized = [(run_transformers(model, prompts, trial, one), one) for one in sizes(m, length)]
+        sized = [(run_transformers(model, prompts, trial, size), size) for size in sizes(m, length)]
         _, best = max(sized, key=lambda pair: pair[0])
         pairs = []
         for _ in tqdm(range(options.repeats), f"{dtype} M={m}", disable=None):

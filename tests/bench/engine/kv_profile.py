@@ -44,7 +44,7 @@ def show(name: str, engine: Engine, cell: tuple[int, int, int]) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         milliseconds(engine, *cell)
     kernels = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
-    total = sum(one.self_device_time_total for one in kernels) / 1000
+    total = sum(kernel.self_device_time_total for kernel in kernels) / 1000
     print(f"{name}, {cell}: {clock:.1f} ms, kernels {total:.1f} ms")
     for one in kernels[:SHOWN]:
         print(f"  {one.self_device_time_total / 1000:8.2f} ms {one.count:>6} {one.key[:60]}")
@@ -67,7 +67,7 @@ def show_gaps(trace: profile) -> None:
         if end > until:
             until, last = end, name
     longest = sorted(after.items(), key=lambda item: -sum(item[1]))
-    pauses = [one for gaps in after.values() for one in gaps]
+    pauses = [gap for gaps in after.values() for gap in gaps]
     print(f"  idle {sum(pauses):.2f} ms in {len(pauses)} pauses, after:")
     for name, gaps in longest[:SHOWN_PAUSES]:
         print(f"  {sum(gaps):8.2f} ms {len(gaps):>6} at most {max(gaps):.3f} {name[:60]}")

@@ -125,7 +125,7 @@ def add_vllm(rows: list[dict[str, Any]]) -> None:
     ns = [str(one["n"]) for one in rows]
     command = [sys.executable, "-P", str(script), "--n", *ns, "--repeats", str(REPEATS)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
-    measured = {one["n"]: one for one in json.loads(answer)}
+    measured = {load["n"]: load for load in json.loads(answer)}
     for one in rows:
         theirs = measured[one["n"]]
         one["vllm_tok_s"] = theirs["tok_s"]

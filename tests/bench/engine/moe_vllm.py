@@ -58,9 +58,9 @@ def measure(ns: list[int], repeats: int) -> list[dict[str, float]]:
             answers = llm.generate(requests, params, use_tqdm=False)
             seconds = time.perf_counter() - started
             tokens = [answer.outputs[0].token_ids for answer in answers]
-            if [len(one) for one in tokens] != [params.max_tokens] * n:
+            if [len(token) for token in tokens] != [params.max_tokens] * n:
                 raise RuntimeError("tokens are missing")
-            return seconds, len({one[-1] for one in tokens})
+            return seconds, len({token[-1] for token in tokens})
 
         rows = []
         for n in ns:

@@ -149,7 +149,7 @@ def row_of(cell: dict[str, Any], results: list[WorkloadResult]) -> dict[str, Any
         "ratio": median(http) / median(offline),
         "repeats": {"offline": offline, "http": http},
         "errors": errors[:3],
-        "tokens_a_chunk": last.output_tokens / sum(len(one.itls) + 1 for one in last.requests),
+        "tokens_a_chunk": last.output_tokens / sum(len(request.itls) + 1 for request in last.requests),
         **{name: latency_summary(seconds) for name, seconds in latencies.items()},
         "step_ms": last.engine.step_ms,
         "host_ms": last.engine.host_ms,

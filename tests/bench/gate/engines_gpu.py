@@ -337,7 +337,9 @@ def killer(what: str) -> Callable[[str], bool]:
                 if not is_answering(words[words.index("--port") + 1]):
                     continue
                 (server,) = supervisor.children()
-                workers = [one for one in server.children(recursive=True) if what in " ".join(one.cmdline())]
+                workers = [
+                    child for child in server.children(recursive=True) if what in " ".join(child.cmdline())
+                ]
                 for victim in [server] if what == "server" else workers:
                     say(f"SIGKILL to {' '.join(victim.cmdline())[:80]}")
                     victim.kill()

@@ -88,7 +88,7 @@ def main() -> None:
     for row in rows_of(verdicts, options.runs, options.processes):
         rows.append(row)
         print(sentence(row), flush=True)
-        write_json(options.out, {"recorded": [described(one) for one in verdicts], "rows": rows})
+        write_json(options.out, {"recorded": [described(verdict) for verdict in verdicts], "rows": rows})
 
 
 def sentence(row: dict[str, Any]) -> str:

@@ -122,7 +122,7 @@ def main() -> None:
             done("before", before)
 
             relaid = layout(artifact, device=options.device, progress=False)
-            picks = {one.shape: f"{one.layout}: {one.reason}" for one in relaid.plan.choices}
+            picks = {choice.shape: f"{choice.layout}: {choice.reason}" for choice in relaid.plan.choices}
             done("laid out again", picks)
             after = told(validate(artifact, **gate))
             done("after", after)

@@ -144,8 +144,8 @@ def main() -> None:
             write_json(arguments.out, told)
     right = all(
         error <= MAX_ERROR
-        for one in results.values()
-        for row in one["rows"]
+        for result in results.values()
+        for row in result["rows"]
         for error in row["errors"].values()
     )
     print("right" if right else "WRONG")

@@ -35,10 +35,11 @@ MODELS = {
 def median_curves(plans: list[LayoutPlan], index: int) -> dict[str, dict[int, float]]:
     """For each layout measured in every run on one shape: its ratios by M, medians of the runs."""
     choices = [plan.choices[index] for plan in plans]
-    names = set(choices[0].measured_layouts).intersection(*(one.measured_layouts for one in choices))
+    names = set(choices[0].measured_layouts).intersection(*(choice.measured_layouts for choice in choices))
     return {
         name: {
-            m: statistics.median(one.curve(name)[m].ratio for one in choices) for m in choices[0].curve(name)
+            m: statistics.median(choice.curve(name)[m].ratio for choice in choices)
+            for m in choices[0].curve(name)
         }
         for name in sorted(names)
     }

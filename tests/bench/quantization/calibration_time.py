@@ -288,7 +288,7 @@ def show(jobs: dict[str, dict[str, Any]]) -> None:
         if "layers" not in job:
             print(f"{name}: {job['seconds']:.0f} s, {memory}", flush=True)
             continue
-        seconds = [one["seconds"] for one in job["layers"]]
+        seconds = [layer["seconds"] for layer in job["layers"]]
         later = sum(seconds[1:]) / max(1, len(seconds) - 1) if len(seconds) > 1 else seconds[0]
         whole = job["before_the_first"] + seconds[0] + (job["all_layers"] - 1) * later
         drawn = ""

@@ -98,7 +98,7 @@ class Subjects:
                 [str(self.pythons[tool]), "-m", "pip", "list", "--format", "json"],
                 check=True, capture_output=True, text=True,
             )  # fmt: skip
-            write_json(done, {one["name"]: one["version"] for one in json.loads(listed.stdout)})
+            write_json(done, {load["name"]: load["version"] for load in json.loads(listed.stdout)})
         wanted = {requirement.split("==")[0].partition("[")[0] for requirement in ENVIRONMENTS[tool]}
         return {name: version for name, version in json.loads(done.read_text()).items() if name in wanted}
 

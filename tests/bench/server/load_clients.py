@@ -60,7 +60,7 @@ def run_guidellm(endpoint: Endpoint, checkpoint: Path, guidellm: str, folder: Pa
     command += ["--tokenizer", f"kind=huggingface_auto,model={checkpoint}"]
     subprocess.run([*command, "--output", f"kind=json,path={out}"], check=True, stdout=sys.stderr)
     benchmarks = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
-    requests = [one["requests"] for one in benchmarks]
+    requests = [benchmark["requests"] for benchmark in benchmarks]
     done = [request for one in requests for request in one["successful"]]
     errors = [request for one in requests for request in one["errored"]]
     exact = sum(request["output_metrics"]["text_tokens"] == OUTPUT for request in done)

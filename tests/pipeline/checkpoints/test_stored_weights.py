@@ -44,8 +44,8 @@ def require_exact(figures: WeightFigures, tolerance: float = 2e-5) -> None:
     result = check_weights(figures)
     assert result.status == "pass", result.reason
     errors = [one for kind in figures.kinds for one in kind.furthest]
-    for one in errors:
-        assert one.relative_error == pytest.approx(one.recorded, rel=tolerance), one
+    for error in errors:
+        assert error.relative_error == pytest.approx(error.recorded, rel=tolerance), error
 
 
 def test_mixed_formats_shards_and_an_untied_head_are_as_recorded(example_checkpoint: Path, tmp_path: Path):

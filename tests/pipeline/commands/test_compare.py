@@ -49,7 +49,7 @@ def test_all_are_held_against_one_baseline(artifacts: dict[str, Path], example_c
     errors = quantized_errors(artifacts["g32"])
     assert g32.weight_errors == pytest.approx(errors, rel=1e-3)
     assert len(errors) == 28
-    assert all(one.unlike_baseline is None for one in found.models)
+    assert all(model.unlike_baseline is None for model in found.models)
     assert found.warnings == []
     assert all(g32.module_errors[kind] < g256.module_errors[kind] for kind in kinds)
     assert len(found.table().splitlines()) == 4
@@ -101,7 +101,7 @@ def test_the_command_keeps_it_for_the_card(artifacts: dict[str, Path]) -> None:
     arguments = ["compare", str(folder), "--quality-tokens", "300", "--card", "--json"]
     result = CliRunner().invoke(main, arguments, standalone_mode=False, catch_exceptions=False)
     said = json.loads(result.stdout[result.stdout.index("{") :])
-    assert [one["name"] for one in said["models"]] == ["g32"]
+    assert [model["name"] for model in said["models"]] == ["g32"]
     digest = Artifact.read(folder).bytes_digest()
     kept = read_comparison(folder, digest)
     assert kept is not None

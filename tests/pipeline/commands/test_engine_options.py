@@ -70,8 +70,8 @@ print(json.dumps(found))
 
 
 def test_the_cases_below_are_of_every_option_and_differ_from_its_default():
-    assert list(ANOTHER) == [one.name for one in OPTIONS]
-    assert all(ANOTHER[one.name] != one.default for one in OPTIONS)
+    assert list(ANOTHER) == [option.name for option in OPTIONS]
+    assert all(ANOTHER[option.name] != option.default for option in OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -90,30 +90,30 @@ def test_an_option_that_is_added_to_the_dataclass_is_everywhere(example_checkpoi
 def test_every_command_line_takes_every_option_and_says_what_it_may_be(command: str):
     wide = {"terminal_width": 400, "max_content_width": 400}
     text = " ".join(CliRunner().invoke(COMMANDS[command], ["--help"], **wide).output.split())
-    for one in OPTIONS:
-        assert f" {flag(one.name)} " in text
-        assert one.metadata["help"].partition("; by default")[0].rstrip(".") in text
-        if one.metadata["choices"] is not None:
-            assert f"[{'|'.join(one.metadata['choices']())}]" in text
+    for option in OPTIONS:
+        assert f" {flag(option.name)} " in text
+        assert option.metadata["help"].partition("; by default")[0].rstrip(".") in text
+        if option.metadata["choices"] is not None:
+            assert f"[{'|'.join(option.metadata['choices']())}]" in text
 
 
 @pytest.mark.parametrize("name", ["serve", "validate", "release", "LLM"])
 def test_every_signature_names_every_option(name: str):
     parameters = inspect.signature(getattr(scalegate, name)).parameters
-    assert {one.name for one in OPTIONS} <= set(parameters)
-    assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    assert {option.name for option in OPTIONS} <= set(parameters)
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def test_words_of_a_command_line_give_the_same_options():
     for options in (EngineOptions(), EngineOptions(**ANOTHER)):
         context = serve.command.make_context("serve", ["model", *words_of(options.to_json())])
-        given = {one.name: context.params[one.name] for one in OPTIONS}
+        given = {option.name: context.params[option.name] for option in OPTIONS}
         assert from_given(EngineOptions, given) == options
 
 
 def test_what_is_not_given_stays_open():
     context = validate.command.make_context("validate", ["model"])
-    assert {context.params[one.name] for one in OPTIONS} == {None}
+    assert {context.params[option.name] for option in OPTIONS} == {None}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_an_unknown_name_is_refused_with_one_that_is_like_it(tmp_path):
 
 def test_the_record_spells_out_what_the_engine_would_have_chosen():
     recorded = effective_options(EngineOptions(device="cpu"))
-    assert list(recorded) == [one.name for one in OPTIONS]
+    assert list(recorded) == [option.name for option in OPTIONS]
     assert (recorded["prefill_chunk"], recorded["chunk_while_decoding"]) == (2048, 512)
     assert effective_options(EngineOptions(device="cuda"))["chunk_while_decoding"] == 256
     assert effective_options(EngineOptions(device="cpu", prefill_chunk=64))["chunk_while_decoding"] == 64

@@ -91,7 +91,7 @@ def test_a_closed_one_says_so(example_checkpoint: Path):
 
 
 def test_its_options_are_the_engines(example_checkpoint: Path):
-    assert {one.name for one in fields(EngineOptions)} < set(inspect.signature(LLM).parameters)
+    assert {field.name for field in fields(EngineOptions)} < set(inspect.signature(LLM).parameters)
     with pytest.raises(UserError, match="did you mean max_num_seqs"):
         LLM(example_checkpoint, max_nun_seqs=4)
     with pytest.raises(UserError, match="unknown kv_cache_dtype 'int3'"):

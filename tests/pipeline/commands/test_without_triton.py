@@ -66,7 +66,7 @@ def test_every_module_can_be_imported(environment):
 
 def test_doctor_says_what_is_missing(environment):
     layouts = json.loads(succeed(environment, "doctor", "--json"))["layouts"]
-    assert any(one["layout"] == "cpu_int4" and one["refusal"] is None for one in layouts)
+    assert any(layout["layout"] == "cpu_int4" and layout["refusal"] is None for layout in layouts)
 
 
 @pytest.mark.exhaustive

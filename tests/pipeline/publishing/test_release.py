@@ -325,7 +325,7 @@ def test_from_one_hub_repository_to_another_killed_while_it_uploads(
     verified = pipeline("verify", "org/base-NVFP4", "--json", **hub.environment())
     assert verified.returncode == 0, verified.stdout + verified.stderr
     found = json.loads(verified.stdout)
-    assert {one["name"] for one in found["findings"] if one["holds"] != "yes"} == {"signature"}
+    assert {finding["name"] for finding in found["findings"] if finding["holds"] != "yes"} == {"signature"}
 
     artifact = tmp_path / "work" / "base-patient"
     verdict = read_verdict(artifact / "serving_check.json")

@@ -65,7 +65,10 @@ def test_a_layer_s_outputs_get_nearer(example_checkpoint: Path, heldout_text: Pa
     tokens = read_calibration_text(open_checkpoint(example_checkpoint), str(heldout_text)).sequences
     assert tokens is not None
     expected = logits(example_checkpoint, tokens[-6:])
-    far = [float((logits(tmp_path / one.recipe["name"], tokens[-6:]) - expected).norm()) for one in artifacts]
+    far = [
+        float((logits(tmp_path / artifact.recipe["name"], tokens[-6:]) - expected).norm())
+        for artifact in artifacts
+    ]
     assert far[1] < far[0]
 
 

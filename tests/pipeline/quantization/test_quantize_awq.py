@@ -79,7 +79,7 @@ def test_outputs_suffer_less_and_the_manifest_names_the_norms(artifact: Path):
     scaled = {name: one for name, one in modules.items() if "scaled_by" in one}
     assert scaled and all("o_proj" not in name and "down_proj" not in name for name in scaled)
     errors = [one["output_error"] for one in scaled.values()]
-    assert sum(one["calibrated"] for one in errors) < sum(one["data_free"] for one in errors)
+    assert sum(error["calibrated"] for error in errors) < sum(error["data_free"] for error in errors)
 
 
 def test_the_model_s_outputs_are_nearer_than_without_scales(

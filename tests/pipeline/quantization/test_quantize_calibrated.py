@@ -101,9 +101,9 @@ def test_the_model_s_outputs_are_nearer(
         far[recipe.name] = float((logits(tmp_path / recipe.name, tokens) - expected).norm())
     assert far["gptq"] < 0.9 * far["plain"]
     modules = Artifact.read(tmp_path / "gptq").quantization["modules"]
-    errors = [one["output_error"] for one in modules.values()]
+    errors = [module["output_error"] for module in modules.values()]
     assert len(errors) == 28
-    assert sum(one["calibrated"] for one in errors) < 0.6 * sum(one["data_free"] for one in errors)
+    assert sum(error["calibrated"] for error in errors) < 0.6 * sum(error["data_free"] for error in errors)
     assert (
         "output_error" not in Artifact.read(tmp_path / "plain").quantization["modules"][next(iter(modules))]
     )
@@ -270,7 +270,7 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     assert len(experts) == LAYERS * 16 * 3
     assert experts > set(scarce) and scarce
     errors = [artifact.quantization["modules"][name]["output_error"] for name in experts]
-    assert sum(one["calibrated"] for one in errors) < sum(one["data_free"] for one in errors)
+    assert sum(error["calibrated"] for error in errors) < sum(error["data_free"] for error in errors)
     assert load_model(tmp_path / "out", progress=False).layouts
 
 

@@ -101,7 +101,9 @@ def test_the_shipped_recipes_find_scales_on_what_the_model_writes(
     shown = said(example_checkpoint, tmp_path / "kv", recipe)
     assert f"keys and values: {load_recipe(recipe).kv_cache}, with scales found on what the model" in shown
     cache = kv_cache_of(open_checkpoint(tmp_path / "kv"))
-    assert sorted(cache.scales) == [0, 1, 2, 3] and min(float(one.key) for one in cache.scales.values()) > 0
+    assert (
+        sorted(cache.scales) == [0, 1, 2, 3] and min(float(scale.key) for scale in cache.scales.values()) > 0
+    )
     assert Artifact.read(tmp_path / "kv").quantization["calibration"]["own"] == 2
 
 

@@ -81,8 +81,8 @@ def test_every_expert_s_inputs_are_found(tmp_path: Path) -> None:
     found = largest_inputs(tmp_path, linears, sequences)
     assert found.keys() == {linear.module for linear in linears}
     experts = [f"model.layers.1.mlp.experts.{i}" for i in range(4)]
-    assert all(found[f"{one}.gate_proj"] == found[f"{one}.up_proj"] for one in experts)
-    assert len({found[f"{one}.down_proj"] for one in experts}) == 4
+    assert all(found[f"{expert}.gate_proj"] == found[f"{expert}.up_proj"] for expert in experts)
+    assert len({found[f"{expert}.down_proj"] for expert in experts}) == 4
     # One token reaches two experts; the others get what their neighbours have.
     one = largest_inputs(tmp_path, linears, sequences[:1, :1])
     assert len({one[f"{name}.down_proj"] for name in experts}) == 2
@@ -111,7 +111,7 @@ def test_scales_are_written_read_and_served(
     if export == "modelopt":
         assert config["quant_algo"] == "NVFP4"
     loaded = load_model(out, progress=False).model
-    rounding = [one for one in loaded.modules() if getattr(one, "input_format", None) is not None]
+    rounding = [module for module in loaded.modules() if getattr(module, "input_format", None) is not None]
     assert len(rounding) == 28
     plain = load_model(example_checkpoint, progress=False).model
     tokens = torch.randint(0, 8192, (1, 32), generator=torch.Generator().manual_seed(1))

@@ -108,7 +108,7 @@ def test_inputs_of_experts_are_rounded_part_by_part():
     doubled, halved = (SimpleNamespace(round=lambda x, by=by: x * by) for by in (2, 0.5))
     rounding.add("layer.experts.gate_up_proj", experts, [[(4, doubled), (2, halved)], [(6, halved)]])
     with rounding:
-        first, second = (torch.nn.functional.linear(x, one) for one in experts)
+        first, second = (torch.nn.functional.linear(x, expert) for expert in experts)
         other = torch.nn.functional.linear(x, experts[0].clone())
     plain = x @ experts.mT
     assert torch.allclose(first, plain[0] * torch.tensor([2, 2, 2, 2, 0.5, 0.5]), atol=1e-5)

@@ -116,7 +116,7 @@ def test_the_verdict_is_bound_to_the_bytes_and_the_manifest_to_the_verdict(passe
 def test_what_both_servers_were_started_with_is_recorded(passed: Verdict):
     ours, theirs = passed.environment.engine_options, passed.environment.baseline_engine_options
     assert ours is not None and theirs is not None
-    assert set(ours) == set(theirs) == {one.name for one in fields(EngineOptions)}
+    assert set(ours) == set(theirs) == {field.name for field in fields(EngineOptions)}
     assert ours["kv_cache_dtype"] == "unquantized" and ours["device"] != "auto" != ours["dtype"]
     assert ours["max_num_seqs"] == 4 and ours["prefill_chunk"] is not None
 

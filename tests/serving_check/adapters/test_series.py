@@ -14,7 +14,7 @@ from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, 
 from scalegate.serving_check.server.metrics import Metrics
 from scalegate.serving_check.workload.engine_work import EngineWork
 
-THEIRS = Series(**{one.name: f"toy_{one.name}" for one in fields(Series)})
+THEIRS = Series(**{field.name: f"toy_{field.name}" for field in fields(Series)})
 
 
 @pytest.fixture
@@ -29,14 +29,14 @@ def text() -> str:
 
 
 def renamed(text: str) -> dict[str, float]:
-    for one in fields(Series):
-        text = text.replace(f"\n{getattr(SCALEGATE_SERIES, one.name)}{{", f"\ntoy_{one.name}{{")
+    for field in fields(Series):
+        text = text.replace(f"\n{getattr(SCALEGATE_SERIES, field.name)}{{", f"\ntoy_{field.name}{{")
     return parse_metrics(text)
 
 
 def test_our_server_has_every_series_that_our_engine_names(text: str):
     there = {sample.partition("{")[0] for sample in parse_metrics(text)}
-    assert {getattr(SCALEGATE_SERIES, one.name) for one in fields(Series)} <= there
+    assert {getattr(SCALEGATE_SERIES, field.name) for field in fields(Series)} <= there
 
 
 def test_every_reader_goes_by_the_names_it_is_given(text: str):

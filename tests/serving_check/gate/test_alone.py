@@ -56,7 +56,7 @@ def test_the_other_server_is_stopped_and_goes_on_afterwards(processes: dict[str,
     alone = [("artifact", ["baseline"]), ("baseline", ["artifact"])]
     assert seen == [*alone, *reversed(alone)]
     assert [len(block.artifact) + len(block.baseline) for block in level.blocks] == [2, 2]
-    assert all(one.status() != psutil.STATUS_STOPPED for one in processes.values())
+    assert all(process.status() != psutil.STATUS_STOPPED for process in processes.values())
     assert level.blocks[0].artifact[0].idle_cpu_seconds == 0.0
 
 

@@ -66,7 +66,9 @@ def test_one_that_surely_stalls_gets_no_more_than_its_first_look(pauses: bool):
         result = noisy(endpoint, spec)
         if endpoint == BASELINE or not pauses:
             return result
-        stopped = [replace(one, itls=(60.0,), e2el=60.0 + (one.ttft or 0)) for one in result.requests]
+        stopped = [
+            replace(request, itls=(60.0,), e2el=60.0 + (request.ttft or 0)) for request in result.requests
+        ]
         return replace(result, requests=tuple(stopped))
 
     measured, decisions = measured_by(run, WorkloadSettings(MS))

@@ -353,7 +353,9 @@ def test_an_artifact_is_looked_at_where_the_baselines_first_turn_has_failed(coun
         result = run_workload(endpoint, spec)
         if turns.up != "baseline":
             return result
-        return replace(result, requests=tuple(replace(one, error="refused") for one in result.requests))
+        return replace(
+            result, requests=tuple(replace(request, error="refused") for request in result.requests)
+        )
 
     turns = TakingTurns(counting)
     try:

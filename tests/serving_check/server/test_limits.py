@@ -119,7 +119,7 @@ def load_of(processes: set[psutil.Process]) -> float:
     """Of a core, wanted by the busiest of them, over half a second; how much it gets is up to the others."""
     wanted: Counter[int] = Counter()
     for _ in range(25):
-        wanted.update(one.pid for one in processes if one.status() in BUSY)
+        wanted.update(process.pid for process in processes if process.status() in BUSY)
         time.sleep(0.02)
     return max(wanted.values(), default=0) / 25
 
