@@ -396,17 +396,6 @@ def decode_split_tokens(max_context: int) -> int:
     return max(256, triton.next_power_of_2(triton.cdiv(max_context, 64)))
 
 
-def split_size(length: int, max_context: int, tile: int, fine: bool = True) -> int:
-    """Tokens in a split of a context of `length` tokens; other contexts do not matter.
-
-    tile: tokens of keys a program takes at a time. fine: whether short contexts are cut finer, by one tile up
-    to four tiles and two up to eight; not those of eight-bit pages
-    """
-    if fine and length <= 8 * tile:
-        return tile if length <= 4 * tile else 2 * tile
-    return decode_split_tokens(max_context)
-
-
 PROGRAMS_WANTED = 132 * 16
 """Programs that fill a large GPU with room for uneven contexts; beyond that, one takes several splits."""
 

@@ -22,9 +22,3 @@ def e4m3_queries(q: Tensor) -> tuple[Tensor, Tensor]:
     largest = q.float().abs().amax(-1).clamp(min=LEAST)
     codes = (q.float() * (LARGEST / largest).unsqueeze(-1)).clamp(-LARGEST, LARGEST)
     return codes.to(torch.float8_e4m3fn), largest / LARGEST
-
-
-def rounded_queries(q: Tensor) -> Tensor:
-    """The values of the codes, in q's dtype."""
-    codes, scale = e4m3_queries(q)
-    return (codes.float() * scale.unsqueeze(-1)).to(q.dtype)

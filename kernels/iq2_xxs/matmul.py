@@ -29,7 +29,6 @@ TILES = (TILE_8, TILE_16, TILE_32, TILE_64, TILE_128)
 ONE_ROW = {2 * NUM_SMS * 16: one_row.Tile(1, 1, 8, 2), 6 * NUM_SMS * 16: one_row.Tile(1, 1, 8, 3)}
 """By the rows of the weight, at most: a strip for each CTA; up to two."""
 ONE_ROW_OF_MANY = one_row.Tile(1, 4, 4, 1)
-ONE_ROW_TILES = (*ONE_ROW.values(), ONE_ROW_OF_MANY)
 
 
 def one_row_tile(n: int) -> one_row.Tile:

@@ -25,7 +25,6 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.kernels.attention import hopper_prefill as prefill
-from scalegate.kernels.attention.e4m3_queries import rounded_queries
 from scalegate.kernels.attention.hopper_prefill import hopper_prefill
 from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
@@ -33,6 +32,7 @@ from scalegate.kernels.attention.widen_pages import widen_pages
 from scalegate.tests.bench.engine.kv_profile import milliseconds
 from scalegate.tests.bench.kernels.attention import graph_microseconds
 from scalegate.tests.bench.layouts.kv_decode import engine_of
+from scalegate.tests.kernels.attention.rounded_queries import rounded_queries
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 MODEL = "qwen3-4b"

@@ -23,7 +23,6 @@ from pathlib import Path
 import scalegate.pipeline  # noqa: F401
 import torch
 from scalegate.base.atomic_files import atomic_path, write_json
-from scalegate.kernels.attention.e4m3_queries import rounded_queries
 from scalegate.layouts.kv.format import KV_FORMATS, KVScales, largest_of
 from scalegate.layouts.kv.token_by_token import TokenByToken
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -32,6 +31,7 @@ from scalegate.pipeline.quantization.calibration.calibration_text import read_ca
 from scalegate.pipeline.quantization.calibration.kv_scales import largest_keys_and_values
 from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.quality import comparison_of, read_texts, token_figures, token_windows
+from scalegate.tests.kernels.attention.rounded_queries import rounded_queries
 from torch import Tensor, nn
 from tqdm import tqdm
 

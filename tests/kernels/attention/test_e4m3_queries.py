@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from scalegate.kernels.attention.e4m3_queries import e4m3_queries, rounded_queries
+from scalegate.kernels.attention.e4m3_queries import e4m3_queries
+from scalegate.tests.kernels.attention.rounded_queries import rounded_queries
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from scalegate.kernels.attention.choose_prefill import attend_prefill
-from scalegate.kernels.attention.e4m3_queries import rounded_queries
 from scalegate.kernels.attention.hopper_prefill import hopper_prefill
 from scalegate.kernels.attention.options import AttentionOptions
 from scalegate.kernels.attention.prefill import prefill_attention, prefill_attention_reference, tiles_of
+from scalegate.tests.kernels.attention.rounded_queries import rounded_queries
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]

@@ -11,7 +11,7 @@ import triton
 from scalegate.kernels.iq2_xxs import one_row
 from scalegate.kernels.iq2_xxs.decoder import IQ2XXSDecoder
 from scalegate.kernels.iq2_xxs.lookup import TABLE_BYTES
-from scalegate.kernels.iq2_xxs.matmul import ONE_ROW_TILES, TILES
+from scalegate.kernels.iq2_xxs.matmul import ONE_ROW, ONE_ROW_OF_MANY, TILES
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.hopper_compiler import (
     assembler_notes,
@@ -27,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 DECODER = IQ2XXSDecoder(half=False)
 EVERY = pytest.mark.parametrize("tile", exhaustive_but(TILES, TILES[1], TILES[-1]), ids=name_of)
+ONE_ROW_TILES = (*ONE_ROW.values(), ONE_ROW_OF_MANY)
 EVERY_ONE_ROW = pytest.mark.parametrize("tile", exhaustive_but(ONE_ROW_TILES, ONE_ROW_TILES[0]), ids=str)
 LOOK_UP = re.compile(r"LDS\.128 R\d+, \[R\d+\+UR\d+\]")
 """The address is the lane's own; that of the codebook is in a uniform register."""

@@ -5,7 +5,7 @@ import torch
 from scalegate.kernels.hopper import stream_k
 from scalegate.kernels.hopper.stream_k import Config
 from scalegate.kernels.iq2_xxs import one_row
-from scalegate.kernels.iq2_xxs.matmul import ONE_ROW_TILES, TILES
+from scalegate.kernels.iq2_xxs.matmul import ONE_ROW, ONE_ROW_OF_MANY, TILES
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
 from scalegate.layouts.packing.layout import PackedWeight, Problem
@@ -60,7 +60,7 @@ def test_every_tile_is_right_however_it_is_split(tile: stream_k.Tile):
         assert not operand.semaphores.any(), count
 
 
-@pytest.mark.parametrize("tile", ONE_ROW_TILES, ids=str)
+@pytest.mark.parametrize("tile", (*ONE_ROW.values(), ONE_ROW_OF_MANY), ids=str)
 @pytest.mark.parametrize(("n", "k"), [(1001, 2304), (48, 256), (4096, 12288)])
 def test_one_row_is_right_with_every_tile(tile: one_row.Tile, n: int, k: int):
     packed, exact = packed_weight(n, k, torch.bfloat16)
