@@ -153,8 +153,8 @@ class LoadInUse:
         figures = ProfileFigures(
             self.profile.name,
             self.profile.scale,
-            tuple(tuple(len(one.prompt) for one in block) for block in self.blocks),
-            tuple(tuple(one.output_len for one in block) for block in self.blocks),
+            tuple(tuple(len(request.prompt) for request in block) for block in self.blocks),
+            tuple(tuple(request.output_len for request in block) for block in self.blocks),
             served.figures.blocks,
         )
         return replace(in_use, figures=replace(in_use.figures, profile=figures))
@@ -254,7 +254,7 @@ def plan_profile_load(
         profile,
         seconds=max(LEAST_SECONDS, PROFILE_SHARE * elapsed / (2 * PROFILE_BLOCKS)),
         prompt_speed=max(prompt_speed(levels, workload), in_use.prompt_speed(shown)),
-        answer_speed=max(median(one.output_throughput for one in level.baseline) for level in levels),
+        answer_speed=max(median(served.output_throughput for served in level.baseline) for level in levels),
         context=source.context,
         longest_prompt=len(text) // 2,
     )
