@@ -6,7 +6,6 @@ times the scale among subnormals.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,24 +16,32 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class E4M3Input:
-    """Rounds each token's input to E4M3 with its own float32 scale: its largest magnitude becomes 448.
+    """Rounds each token's input to E4M3 with its own float32 scales: the largest magnitude becomes 448.
 
-    Nothing is stored or calibrated (compressed-tensors: strategy `token`, `dynamic: true`).
+    Nothing is stored or calibrated (compressed-tensors: strategy `token` or `group`, `dynamic: true`).
+
+    group_size: consecutive inputs that share a scale; None for all of a token
     """
 
-    label: ClassVar[str] = "FP8"
+    group_size: int | None = None
+
+    @property
+    def label(self) -> str:
+        return "FP8" if self.group_size is None else f"FP8, a scale for {self.group_size} inputs"
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., 1] that multiply them."""
-        wide = x.float()
-        scale = wide.abs().amax(-1, keepdim=True) / E4M3_MAX
+        """E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., groups] that multiply them."""
+        groups = x.float().unflatten(-1, (-1, self.group_size or x.shape[-1]))
+        scale = groups.abs().amax(-1) / E4M3_MAX
+        wide = scale.unsqueeze(-1)
         # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
-        codes = torch.where(scale > 0, wide / scale, 0.0).clamp(-E4M3_MAX, E4M3_MAX)
-        return codes.to(E4M3), scale
+        codes = torch.where(wide > 0, groups / wide, 0.0).clamp(-E4M3_MAX, E4M3_MAX)
+        return codes.flatten(-2).to(E4M3), scale
 
     def round(self, x: Tensor) -> Tensor:
         codes, scale = self.codes(x)
-        return (codes.float() * scale).to(x.dtype)
+        groups = codes.float().unflatten(-1, (scale.shape[-1], -1))
+        return (groups * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -43,4 +50,5 @@ class E4M3Input:
         return self
 
 
-PER_TOKEN = E4M3Input()
+BLOCK = 128
+PER_TOKEN, PER_BLOCK = E4M3Input(), E4M3Input(BLOCK)

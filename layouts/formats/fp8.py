@@ -1,6 +1,4 @@
-"""FP8 (W8A8): E4M3 weights with a scale for each row or one for all, and inputs in E4M3 with a scale for each
-token.
-"""
+"""FP8 (W8A8): E4M3 weights with a scale for each row, for all or for each block, and inputs in E4M3."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .e4m3 import E4M3, PER_TOKEN, E4M3Input
+from .e4m3 import BLOCK, E4M3, PER_BLOCK, PER_TOKEN, E4M3Input
 from .weight_format import WEIGHT_FORMATS, Weight
 
-ROW, TENSOR = "row", "tensor"
-SCALES = (ROW, TENSOR)
-SCALE_BITS = 16
+ROW, TENSOR, BLOCKS = "row", "tensor", "block"
+SCALES = (ROW, TENSOR, BLOCKS)
+SCALE_BITS, BLOCK_SCALE_BITS = 16, 32
 
 
 @dataclass(frozen=True)
@@ -21,10 +19,10 @@ class FP8:
     """FP8 with its parameter. A layer's inputs are rounded too, with scales computed while serving."""
 
     name: ClassVar[str] = "fp8"
-    column_multiple: ClassVar[int] = 1
 
     scale: str = ROW
-    """What shares a scale: `row` or `tensor`. Weights that are merged share a `tensor`'s."""
+    """What shares a scale: a `row`; the `tensor`, with those that it is merged with; or a `block` of 128 rows
+    and columns, with which inputs have a scale for every 128 (DeepSeek's)."""
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -36,10 +34,20 @@ class FP8:
 
     @property
     def dynamic_input(self) -> E4M3Input:
-        return PER_TOKEN
+        return PER_BLOCK if self.scale == BLOCKS else PER_TOKEN
+
+    @property
+    def column_multiple(self) -> int:
+        return BLOCK if self.scale == BLOCKS else 1
+
+    @property
+    def rows_together(self) -> int:
+        return BLOCK if self.scale == BLOCKS else 1
 
     @property
     def label(self) -> str:
+        if self.scale == BLOCKS:
+            return f"FP8, blocks of {BLOCK}x{BLOCK}, inputs too (a scale for {BLOCK})"
         return f"FP8, a scale a {self.scale}, inputs too (a scale a token)"
 
     @property
@@ -51,40 +59,46 @@ class FP8:
         return FP8Weight
 
     def refuses(self, n: int, k: int) -> str | None:
-        return None
+        return f"K = {k} is no multiple of {self.column_multiple}" if k % self.column_multiple else None
 
-    def nearest(self, n: int, k: int) -> "FP8":
-        return self
+    def nearest(self, n: int, k: int) -> "FP8 | None":
+        return self if self.refuses(n, k) is None else None
 
     def beside_experts(self) -> "FP8":
         return self
 
     def bits_per_weight(self, n: int, k: int) -> float:
-        return 8 + SCALE_BITS * self._scales(n) / (n * k)
+        return 8 + self._scale_bits(n, k) / (n * k)
 
     def nbytes(self, n: int, k: int) -> int:
-        return n * k + 2 * self._scales(n)
+        return n * k + self._scale_bits(n, k) // 8
 
     def random(self, n: int, k: int, device: torch.device) -> "FP8Weight":
         codes = torch.randn(n, k, device=device).mul(100).clamp(-448, 448).to(E4M3)
+        if self.scale == BLOCKS:
+            blocks = torch.rand(-(-n // BLOCK), k // BLOCK, device=device).add(0.5).mul(0.0002)
+            return FP8Weight(self, codes, to_rows(blocks, n))
         shape = (n, 1) if self.scale == ROW else ()
         scale = torch.rand(shape, device=device).add(0.5).mul(0.0002).to(torch.bfloat16)
         return FP8Weight(self, codes, scale)
 
     @classmethod
     def variants(cls) -> "list[FP8]":
-        return [cls(), cls(TENSOR)]
+        return [cls(), cls(TENSOR), cls(BLOCKS)]
 
-    def _scales(self, n: int) -> int:
-        return n if self.scale == ROW else 1
+    def _scale_bits(self, n: int, k: int) -> int:
+        if self.scale == BLOCKS:
+            return BLOCK_SCALE_BITS * -(-n // BLOCK) * -(-k // BLOCK)
+        return SCALE_BITS * (n if self.scale == ROW else 1)
 
 
 @dataclass(frozen=True)
 class FP8Weight(Weight):
-    """A linear layer's weight in FP8, `w[n, k] = code[n, k] * scale[n]`.
+    """A linear layer's weight in FP8, `w[n, k] = code[n, k] * scale[n, k//g]`.
 
     codes: float8_e4m3fn [N, K]
-    scale: float (bf16, fp16 or fp32) [N, 1], or a scalar for the whole weight
+    scale: float (bf16, fp16 or fp32) [N, 1], or a scalar for the whole weight; of blocks [N, K/128], in which
+           each row has the scales of its blocks, so that weights of any number of rows merge
     """
 
     spec: FP8
@@ -96,7 +110,21 @@ class FP8Weight(Weight):
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return (self.codes.float() * self.scale.float()).to(dtype)
+        scale = self.scale.float()
+        if self.spec.scale == BLOCKS:
+            groups = self.codes.float().unflatten(1, (scale.shape[1], -1))
+            return (groups * scale.unsqueeze(-1)).flatten(1).to(dtype)
+        return (self.codes.float() * scale).to(dtype)
+
+
+def to_rows(blocks: Tensor, n: int) -> Tensor:
+    """Scales of blocks [ceil(N/128), K/128] to those of rows [N, K/128]."""
+    return blocks.repeat_interleave(BLOCK, 0)[:n].contiguous()
+
+
+def to_blocks(rows: Tensor) -> Tensor:
+    """Inverse of `to_rows`, of a weight whose rows begin with a block's."""
+    return rows[::BLOCK].contiguous()
 
 
 WEIGHT_FORMATS.add(FP8.name, FP8)

@@ -160,6 +160,11 @@ def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
     return spec.weight_class(spec, **tensors)
 
 
+def rows_together(spec: Any) -> int:
+    """Consecutive rows that a weight of `spec` shares numbers among: it is quantized so many at a time."""
+    return getattr(spec, "rows_together", 1)
+
+
 WEIGHT_FORMATS: Registry[type[WeightFormat]] = Registry("weight format")
 
 

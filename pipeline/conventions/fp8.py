@@ -1,40 +1,107 @@
-"""FP8 sources of every maker: E4M3 or E5M2 weights with one scale each, one per row, or one per block.
+"""FP8 of every maker: E4M3 or E5M2 weights with one scale each, one per row, or one per block.
 
 DeepSeek's, Qwen's, Mistral's and FBGEMM's are known here; compressed-tensors' and ModelOpt's by their own
 conventions, which ask this file for the weights. A source is dequantized to 16 bits, one weight at a time; an
 FP8 release (`Checkpoint.is_released`) is served as FP8, inputs too, if its convention says how inputs are
-rounded. How scales lie is `checkpoints/float_source.py`.
+rounded. DeepSeek's form is written, too. How scales lie is `checkpoints/float_source.py`.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.errors import UserError
+from ...layouts.formats.e4m3 import BLOCK, E4M3
+from ...layouts.formats.fp8 import BLOCKS, FP8, FP8Weight, to_blocks, to_rows
+from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.unquantized import Unquantized
+from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, describe_float8, names_of_float8, read_rows, refuse_unreadable
-from .convention import CONVENTIONS, StoredWeight
-from .stored import not_converted
+from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .stored import FLOAT_DTYPES, not_converted, refuse_shape, require_tensor
 
-METHODS = ("fp8", "fbgemm_fp8")
-WEIGHT = ".weight"
+METHOD = "fp8"
+METHODS = (METHOD, "fbgemm_fp8")
+WEIGHT, SCALE_OF_BLOCKS = ".weight", ".weight_scale_inv"
+SECTION = {
+    "quant_method": METHOD,
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""Of `config.json`, as DeepSeek writes it: inputs have a scale for each token's every 128."""
+INSTEAD = "export compressed-tensors"
 
 
-class FP8:
-    name = "fp8"
+class FP8Blocks:
+    """FP8 in blocks, as DeepSeek writes it; other FP8 sources are read."""
+
+    name = METHOD
     reads = "FP8 sources (weight_scale_inv, weight_scale)"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         return (checkpoint.quantization_config or {}).get("quant_method") in METHODS
 
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
-        return float8_modules(checkpoint)
+        config = checkpoint.quantization_config or {}
+        if not (checkpoint.is_released and SECTION.items() <= ({"fmt": "e4m3"} | config).items()):
+            return float8_modules(checkpoint)
+        return {
+            name.removesuffix(WEIGHT): stored_blocks(checkpoint, name.removesuffix(WEIGHT), SCALE_OF_BLOCKS)
+            for name, info in checkpoint.tensors.items()
+            if info.dtype == E4M3 and name.endswith(WEIGHT)
+        }
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
         return False
 
     def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
         return not_converted(checkpoint, module)
+
+    def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        if spec != FP8(BLOCKS):
+            return f"{METHOD} is written in blocks of FP8 only, not in {spec.label}; {INSTEAD}"
+        return f"{METHOD} holds no embeddings; {INSTEAD}" if is_embedding else None
+
+    def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
+        if not isinstance(weight, FP8Weight):
+            raise ValueError(f"{module}: {self.refuses(weight.spec, module)}")
+        return {module + WEIGHT: weight.codes, module + SCALE_OF_BLOCKS: to_blocks(weight.scale)}
+
+    def quantization_config(
+        self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        return SECTION | {"modules_to_not_convert": list(ignore)}
+
+    def file_metadata(
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
+    ) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        return spec.bits_per_weight(n, k)
+
+
+def stored_blocks(checkpoint: Checkpoint, module: str, suffix: str) -> StoredWeight:
+    """The released weight of `module`, whose blocks' scales are in the tensor that ends in `suffix`."""
+    name, scale_name, spec = module + WEIGHT, module + suffix, FP8(BLOCKS)
+    n, k = require_tensor(checkpoint, name, (E4M3,)).shape
+    refuse_shape(checkpoint, name, spec, n, k)
+    require_tensor(checkpoint, scale_name, FLOAT_DTYPES, (-(-n // BLOCK), k // BLOCK))
+
+    def read() -> FP8Weight:
+        return FP8Weight(spec, checkpoint.read(name), to_rows(checkpoint.read(scale_name), n))
+
+    return StoredWeight(module, (n, k), spec, (name, scale_name), read, lambda: spec.dynamic_input)
 
 
 def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
@@ -63,5 +130,6 @@ def stored_float8(checkpoint: Checkpoint, module: str) -> StoredWeight:
     )
 
 
-CONVENTION = FP8()
+CONVENTION = FP8Blocks()
 CONVENTIONS.add(CONVENTION.name, CONVENTION)
+EXPORTS.add(CONVENTION.name, CONVENTION)

@@ -24,6 +24,7 @@ from .shards.tasks import QuantizationTasks, make_tasks
 from .shards.weight_tensors import WeightQuantizer
 
 DEFAULT_EXPORT, OWN_EXPORT, MODELOPT_EXPORT = "compressed-tensors", "scalegate", "modelopt"
+BLOCKS_EXPORT = "fp8"
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -118,15 +119,18 @@ def weight_quantizer(checkpoint: Checkpoint, device: str | torch.device | None) 
 
 
 def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
-    """Scalegate's own convention for formats that only it stores; otherwise the one that most engines read,
-    or ModelOpt's if only that declares the KV format."""
+    """Scalegate's own convention for formats that only it stores, DeepSeek's for FP8 in blocks; otherwise the
+    one that most engines read, or ModelOpt's if only that declares the KV format."""
     if not specs:
         # vLLM refuses ModelOpt's section where no weight is quantized.
         return PLAIN if kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is None else DEFAULT_EXPORT
     if all(EXPORTS[OWN_EXPORT].refuses(spec, "") is None for spec in specs):
         return OWN_EXPORT
+    is_declared = kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is not None
+    if not is_declared and all(EXPORTS[BLOCKS_EXPORT].refuses(spec, "") is None for spec in specs):
+        return BLOCKS_EXPORT
     modelopt = EXPORTS[MODELOPT_EXPORT]
-    alone = kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is None and kv_declaration(modelopt, kv_cache)
+    alone = not is_declared and kv_declaration(modelopt, kv_cache)
     fits = len(set(specs)) == 1 and all(modelopt.refuses(spec, "") is None for spec in specs)
     return MODELOPT_EXPORT if alone and fits else DEFAULT_EXPORT
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from scalegate.layouts.choosing.choose import default_layout
-from scalegate.layouts.formats.e4m3 import E4M3_MAX, PER_TOKEN
+from scalegate.layouts.formats.e4m3 import E4M3_MAX, PER_BLOCK, PER_TOKEN, E4M3Input
 from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.packing.all_layouts import LAYOUTS
@@ -15,7 +15,7 @@ from scalegate.tests.rounding_bounds import rounded, summed
 from torch.nn import functional
 
 CPU = torch.device("cpu")
-N, K = 48, 320
+N, K = 48, 384
 HALF_STEP, HALF_STEP_OF_SUBNORMALS = 2.0**-4, 2.0**-10
 """Of three bits of mantissa: half of 2^-3 of the power of two below a value; subnormals are 2^-9 apart."""
 EMULATED = ("cpu_emulated", "emulated")
@@ -38,10 +38,20 @@ def test_rounding_errs_by_half_a_step_of_the_format() -> None:
     assert torch.equal(PER_TOKEN.round(x).abs().amax(1), (scale * E4M3_MAX)[:, 0])
 
 
-def test_a_token_is_rounded_by_itself() -> None:
+@pytest.mark.parametrize("rounding", [PER_TOKEN, PER_BLOCK], ids=["token", "block"])
+def test_a_token_is_rounded_by_itself(rounding: E4M3Input) -> None:
     x = tokens().bfloat16()
-    assert torch.equal(PER_TOKEN.round(x)[3:4], PER_TOKEN.round(x[3:4].clone()))
-    assert PER_TOKEN.round(x).dtype is torch.bfloat16
+    assert torch.equal(rounding.round(x)[3:4], rounding.round(x[3:4].clone()))
+    assert rounding.round(x).dtype is torch.bfloat16
+    assert rounding.round(x[:0]).shape == (0, K)
+
+
+def test_every_128_inputs_are_rounded_as_tokens_of_their_own() -> None:
+    x = tokens()
+    parts = [PER_TOKEN.round(part) for part in x.split(128, 1)]
+    assert torch.equal(PER_BLOCK.round(x), torch.cat(parts, 1))
+    assert not torch.equal(PER_BLOCK.round(x), PER_TOKEN.round(x))
+    assert PER_BLOCK.label != PER_TOKEN.label, "layers merge by that"
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 3e-43, 1e-38])
@@ -55,9 +65,9 @@ def test_tokens_of_next_to_nothing_stay_finite(value: float) -> None:
 @pytest.mark.parametrize("spec", FP8.variants(), ids=lambda spec: spec.key)
 def test_products_are_those_of_rounded_inputs(spec: FP8, dtype: torch.dtype) -> None:
     weight, x = spec.random(N, K, CPU), tokens().to(dtype)
-    codes, scale = PER_TOKEN.codes(x)
+    codes, scale = spec.dynamic_input.codes(x)
     wide = weight.dequantize(torch.float64).T
-    expected = codes.double() @ wide * scale
+    expected = (codes.double().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1) @ wide
     # The product of a code and its scale, and y, are rounded; sums are float32's.
     bound = rounded(torch.float32) + rounded(dtype) + summed(K)
     for name in EMULATED:

@@ -1,6 +1,7 @@
 """FP8 in compressed-tensors, `float-quantized`: E4M3 weights, with inputs rounded to E4M3 while serving.
 
-`weight` float8_e4m3fn [N, K] and `weight_scale` [N, 1] (strategy `channel`) or [1] (`tensor`), a multiplier.
+`weight` float8_e4m3fn [N, K] and `weight_scale`, a multiplier: [N, 1] (strategy `channel`), [1] (`tensor`) or
+[ceil(N/128), K/128] (`block`, with which inputs have a scale for every 128).
 A source in this form is dequantized to 16 bits.
 """
 
@@ -9,17 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ....layouts.formats.e4m3 import E4M3
-from ....layouts.formats.fp8 import FP8, ROW, TENSOR, FP8Weight
+from ....layouts.formats.e4m3 import BLOCK, E4M3
+from ....layouts.formats.fp8 import BLOCKS, FP8, ROW, TENSOR, FP8Weight, to_blocks
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
-from ..fp8 import stored_float8
+from ..fp8 import stored_blocks, stored_float8
 from ..stored import FLOAT_DTYPES, require_tensor, scalar_shape
-from .scheme import EIGHT_BITS, FP8_PER_TOKEN, SCHEMES, rounds_to_fp8
+from .scheme import EIGHT_BITS, FP8_PER_BLOCK, FP8_PER_TOKEN, SCHEMES, rounds_to_fp8
 
-STRATEGIES = {ROW: "channel", TENSOR: "tensor"}
+SCALE = ".weight_scale"
+STRATEGIES = {ROW: "channel", TENSOR: "tensor", BLOCKS: "block"}
 
 
 class FloatQuantized:
@@ -33,14 +35,15 @@ class FloatQuantized:
         return (
             group["format"] == self.format
             and (weights.get("num_bits"), weights.get("type")) == (8, "float")
-            and weights.get("strategy") in STRATEGIES.values()
-            and rounds_to_fp8(group)
+            and (_is_in_blocks(group) or _is_of_rows(group))
         )
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         if not checkpoint.is_released:
             return stored_float8(checkpoint, module)
-        name, scale_name = module + self.suffix, f"{module}.weight_scale"
+        if _is_in_blocks(group):
+            return stored_blocks(checkpoint, module, SCALE)
+        name, scale_name = module + self.suffix, module + SCALE
         n, k = require_tensor(checkpoint, name, (E4M3,)).shape
         is_row = group["weights"]["strategy"] == STRATEGIES[ROW]
         spec = FP8(ROW if is_row else TENSOR)
@@ -63,16 +66,36 @@ class FloatQuantized:
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         if not isinstance(weight, FP8Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec)}")
-        scale = weight.scale if weight.spec.scale == ROW else weight.scale.reshape(1)
-        return {module + self.suffix: weight.codes, f"{module}.weight_scale": scale.contiguous()}
+        return {module + self.suffix: weight.codes, module + SCALE: _stored_scale(weight)}
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
         if not isinstance(spec, FP8):
             raise ValueError(self.refuses(spec))
-        return EIGHT_BITS | {"strategy": STRATEGIES[spec.scale], "group_size": None, "dynamic": False}
+        blocks = {"block_structure": [BLOCK, BLOCK]} if spec.scale == BLOCKS else {}
+        return (
+            EIGHT_BITS | {"strategy": STRATEGIES[spec.scale], "group_size": None, "dynamic": False} | blocks
+        )
 
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any]:
-        return dict(FP8_PER_TOKEN)
+        return dict(FP8_PER_BLOCK if spec == FP8(BLOCKS) else FP8_PER_TOKEN)
+
+
+def _is_of_rows(group: Mapping[str, Any]) -> bool:
+    """Whether rows or the tensor have a scale, and each token."""
+    return group["weights"].get("strategy") in (STRATEGIES[ROW], STRATEGIES[TENSOR]) and rounds_to_fp8(group)
+
+
+def _is_in_blocks(group: Mapping[str, Any]) -> bool:
+    """Whether blocks of 128 rows and columns have a scale, and every 128 inputs of a token."""
+    weights = {"strategy": STRATEGIES[BLOCKS], "block_structure": [BLOCK, BLOCK]}
+    inputs = group.get("input_activations") or {}
+    return weights.items() <= group["weights"].items() and FP8_PER_BLOCK.items() <= inputs.items()
+
+
+def _stored_scale(weight: FP8Weight) -> Tensor:
+    if weight.spec.scale == BLOCKS:
+        return to_blocks(weight.scale)
+    return weight.scale.contiguous() if weight.spec.scale == ROW else weight.scale.reshape(1)
 
 
 SCHEMES.add(FP8.name, FloatQuantized())

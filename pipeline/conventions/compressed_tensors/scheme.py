@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....base.registry import Registry
+from ....layouts.formats.e4m3 import BLOCK
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
@@ -21,6 +22,8 @@ METHOD = "compressed-tensors"
 EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_PER_TOKEN = EIGHT_BITS | {"strategy": "token", "dynamic": True}
 """Inputs in E4M3, each token with a scale of its own as it comes."""
+FP8_PER_BLOCK = EIGHT_BITS | {"strategy": "group", "group_size": BLOCK, "dynamic": True}
+"""The same with a scale for every 128 inputs of a token."""
 
 
 class Scheme(Protocol):

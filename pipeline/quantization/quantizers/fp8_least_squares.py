@@ -1,4 +1,4 @@
-"""FP8: for each row, the scale under which E4M3 has the least squared error. It reads no file.
+"""FP8: for each row or block, the scale under which E4M3 has the least squared error. It reads no file.
 
 E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. So one
 octave of scales, down from the one that makes the row's largest weight 448, covers all grids. The search
@@ -11,9 +11,10 @@ operations in a fixed order touch a number, so the bits do not depend on threads
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ....layouts.formats.e4m3 import E4M3, E4M3_MAX
-from ....layouts.formats.fp8 import FP8, ROW, FP8Weight
+from ....layouts.formats.e4m3 import BLOCK, E4M3, E4M3_MAX
+from ....layouts.formats.fp8 import FP8, ROW, FP8Weight, to_rows
 from ..solvers.column_sums import fold, solve_rows, total
 from .quantizer import QuantizedWeight
 
@@ -56,6 +57,34 @@ def quantize_fp8(
     solve_rows(solve, n, k, device)
     quantized = FP8Weight(spec, codes, scale if spec.scale == ROW else _required(shared))
     return QuantizedWeight(quantized, total(error), total(norm))
+
+
+def quantize_fp8_blocks(weight: Tensor, spec: FP8) -> QuantizedWeight:
+    """The same in blocks of 128 rows and columns, with scales in fp32. Its first row is a block's first."""
+    n, k = weight.shape
+    device, groups, blocks = weight.device, k // BLOCK, -(-n // BLOCK)
+    codes = torch.empty(n, k, dtype=E4M3, device=device)
+    scale = torch.empty(blocks, groups, dtype=torch.float32, device=device)
+    error = torch.empty(blocks, groups, dtype=torch.float32, device=device)
+    norm = torch.empty(blocks, groups, dtype=torch.float32, device=device)
+
+    def solve(block: slice) -> None:
+        rows = slice(block.start * BLOCK, min(block.stop * BLOCK, n))
+        values = weight[rows].float()
+        count = len(scale[block])
+        # Rows that the last block lacks are zeros, which cost nothing under any scale.
+        padded = functional.pad(values, (0, 0, 0, count * BLOCK - len(values)))
+        x = padded.view(count, BLOCK, groups, BLOCK).permute(1, 3, 0, 2).reshape(BLOCK * BLOCK, -1)
+        chosen = _search(x, torch.float32)
+        q = _nearest(x, chosen)
+        in_rows = q.view(BLOCK, BLOCK, count, groups).permute(2, 0, 3, 1).reshape(-1, k)
+        codes[rows] = in_rows[: len(values)].to(E4M3)
+        error[block] = fold(q.mul_(chosen).sub_(x).square_()).view(count, groups)
+        norm[block] = fold(x.mul_(x)).view(count, groups)
+        scale[block] = chosen.view(count, groups)
+
+    solve_rows(solve, blocks, BLOCK * k, device)
+    return QuantizedWeight(FP8Weight(spec, codes, to_rows(scale, n)), total(error), total(norm))
 
 
 def _required(shared: Tensor | None) -> Tensor:

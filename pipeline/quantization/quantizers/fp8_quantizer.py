@@ -1,13 +1,13 @@
-"""The FP8 quantizer: the best scale for each row, or one scale that merged weights share."""
+"""The FP8 quantizer: the best scale for each row or block, or one scale that merged weights share."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ....layouts.formats.fp8 import FP8
+from ....layouts.formats.fp8 import BLOCKS, FP8
 from ....layouts.formats.weight_format import WeightFormat
-from .fp8_least_squares import quantize_fp8, shared_scale
+from .fp8_least_squares import quantize_fp8, quantize_fp8_blocks, shared_scale
 from .quantizer import QUANTIZERS, QuantizedWeight
 
 
@@ -27,6 +27,8 @@ class FP8Quantizer:
     ) -> QuantizedWeight:
         if not isinstance(spec, FP8):
             raise ValueError(self.refuses(spec))
+        if spec.scale == BLOCKS:
+            return quantize_fp8_blocks(values, spec)
         return quantize_fp8(values, spec, scale_dtype, shared.get("scale"))
 
 

@@ -53,7 +53,8 @@ class Quantizer(Protocol):
         scale_dtype: bf16 or fp16, the dtype of scales if the format leaves it open
         shared:      the tensors that `spec.shared` names, on the same device; none for most formats
 
-        A row's numbers may depend on that row alone: a weight is quantized a block of rows at a time.
+        A row's numbers may depend on that row alone, or on the `rows_together` of its spec: a weight is
+        quantized a block of rows at a time.
         """
         ...
 

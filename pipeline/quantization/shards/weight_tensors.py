@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....base.errors import UserError
-from ....layouts.formats.weight_format import WeightFormat, merge_rows
+from ....layouts.formats.weight_format import WeightFormat, merge_rows, rows_together
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.float_source import FLOAT8, FLOATS, read_rows, scale_of
 from ...checkpoints.safetensors_file import TensorInfo
@@ -42,7 +42,7 @@ class WeightQuantizer:
         importance = self.importance.get(linear.module)
         if importance is None and isinstance(quantizer, WeighingQuantizer):
             importance = importance_of_columns(self._blocks(checkpoint, linear))
-        for values in self._blocks(checkpoint, linear):
+        for values in self._blocks(checkpoint, linear, rows_together(spec)):
             if importance is not None and isinstance(quantizer, WeighingQuantizer):
                 part = quantizer.quantize_weighted(values, spec, importance.to(self.device))
             else:
@@ -56,8 +56,10 @@ class WeightQuantizer:
         """
         return max(quantizer.measure(values) for values in self._blocks(checkpoint, linear))
 
-    def _blocks(self, checkpoint: Checkpoint, linear: LinearWeight) -> Iterator[Tensor]:
-        rows = max(1, (CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK) // linear.k)
+    def _blocks(self, checkpoint: Checkpoint, linear: LinearWeight, together: int = 1) -> Iterator[Tensor]:
+        """together: of every block's number of rows, but for the last one's, a divisor"""
+        rows = (CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK) // linear.k
+        rows = max(together, rows // together * together)
         for start in range(0, linear.n, rows):
             values = read_linear(checkpoint, linear, start, min(start + rows, linear.n)).to(self.device)
             refuse_non_finite(checkpoint, linear.tensor, values)

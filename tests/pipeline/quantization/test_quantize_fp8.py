@@ -8,14 +8,19 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.e4m3 import E4M3, PER_TOKEN
-from scalegate.layouts.formats.fp8 import FP8, TENSOR, FP8Weight
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8, TENSOR, FP8Weight, to_blocks, to_rows
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization.quantizers.fp8_least_squares import quantize_fp8, shared_scale
+from scalegate.pipeline.quantization.quantizers.fp8_least_squares import (
+    quantize_fp8,
+    quantize_fp8_blocks,
+    shared_scale,
+)
+from scalegate.pipeline.quantization.shards import weight_tensors
 from scalegate.pipeline.quantization.solvers import column_sums
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.pipeline.records.recipe import Recipe
@@ -132,6 +137,64 @@ def test_one_scale_a_tensor_is_shared_by_what_is_merged(example_checkpoint: Path
     assert len(load_model(checkpoint, progress=False).layouts) == MODULES * 4 // 7
 
 
+def test_each_block_has_a_scale_of_its_own_however_its_rows_are_read(
+    trained: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = trained[:200] * torch.logspace(-2, 2, 200)[:, None]
+    found = quantize_fp8_blocks(weight, FP8(BLOCKS)).weight
+    blocks = to_blocks(found.scale)
+    assert blocks.shape == (2, weight.shape[1] // 128) and torch.equal(to_rows(blocks, 200), found.scale)
+    # No other block matters.
+    first = quantize_fp8_blocks(weight[:128, 128:], FP8(BLOCKS)).weight
+    assert torch.equal(first.dequantize(), found.dequantize()[:128, 128:])
+    # What is below the smallest subnormal's half of a block's scale is lost, and nothing else.
+    spread = found.scale.repeat_interleave(128, 1)
+    bound = torch.maximum(2.0**-4 * weight.abs(), 2.0**-10 * spread) * (1 + 2.0**-20)
+    clipped = weight.abs() > 448 * spread
+    error = (found.dequantize(torch.float32) - weight).abs()
+    assert bool((error <= bound)[~clipped].all())
+    monkeypatch.setattr(column_sums, "CPU_CHUNK", 1)
+    assert torch.equal(quantize_fp8_blocks(weight, FP8(BLOCKS)).weight.scale, found.scale)
+
+
+@pytest.mark.parametrize("export", [None, "compressed-tensors"])
+def test_blocks_are_written_as_deepseek_or_compressed_tensors_has_them(
+    example_checkpoint: Path, tmp_path: Path, export: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_tensors, "CPU_BLOCK", 1 << 15)  # less than 128 rows
+    quantize(example_checkpoint, "fp8-block", tmp_path / "out", export=export, progress=False)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    checkpoint = open_checkpoint(tmp_path / "out")
+    name = f"{LAYER}.self_attn.q_proj"
+    scales = checkpoint.read(f"{name}.{'weight_scale_inv' if export is None else 'weight_scale'}")
+    if export is None:
+        assert (section["quant_method"], section["weight_block_size"]) == ("fp8", [128, 128])
+        assert (section["activation_scheme"], section["modules_to_not_convert"]) == ("dynamic", ["lm_head"])
+    else:
+        group = section["config_groups"]["group_0"]
+        assert (group["weights"]["strategy"], group["weights"]["block_structure"]) == ("block", [128, 128])
+        assert (group["input_activations"]["strategy"], group["input_activations"]["group_size"]) == (
+            "group",
+            128,
+        )
+    source = open_checkpoint(example_checkpoint).read(f"{name}.weight")
+    expected = quantize_fp8_blocks(source, FP8(BLOCKS)).weight
+    assert torch.equal(scales, to_blocks(expected.scale)) and scales.dtype == torch.float32
+    stored = stored_weights(checkpoint)
+    assert torch.equal(stored[name].read().dequantize(), expected.dequantize())
+    assert all(weight.spec == FP8(BLOCKS) for weight in stored.values()) and len(stored) == MODULES
+    loaded = load_model(checkpoint, progress=False)
+    assert set(loaded.layouts.values()) == {"cpu_emulated"} and len(loaded.layouts) == MODULES * 4 // 7
+    (tmp_path / "out" / MANIFEST_NAME).unlink()
+    plain = stored_weights(open_checkpoint(tmp_path / "out"))[name]
+    assert not plain.is_quantized and torch.equal(plain.read(), expected.dequantize())
+
+
+def test_deepseek_s_form_takes_blocks_alone(example_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp8 is written in blocks of FP8 only"):
+        quantize(example_checkpoint, "fp8", tmp_path / "out", export="fp8", progress=False)
+
+
 def test_int4_takes_fp8_inputs(example_checkpoint: Path, tmp_path: Path) -> None:
     quantize(example_checkpoint, "int4-fp8", tmp_path / "out", progress=False)
     group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -164,7 +227,7 @@ def test_transformers_reads_it_and_rounds_inputs_as_we_do(
     example_checkpoint: Path, tmp_path: Path, spec: FP8 | Int4, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    quantize(example_checkpoint, Recipe("fp8", spec=spec), out, progress=False)
+    quantize(example_checkpoint, Recipe("fp8", spec=spec), out, export="compressed-tensors", progress=False)
     error, strayed = read_by_both(out)
     # Float32 sums in another order may send an input to its other neighbour, a step of 2^-3 away.
     assert strayed == set() and error <= 2.0**-10

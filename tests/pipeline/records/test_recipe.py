@@ -48,6 +48,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     )
     assert specs == int4 | {
         "fp8": FP8(),
+        "fp8-block": FP8("block"),
         **w4a8,
         "int8": Int8(128),
         "nvfp4": NVFP4(),
@@ -62,6 +63,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
         == dict.fromkeys((*int4, *w4a8), "unquantized")
         | {
             "fp8": "unquantized",
+            "fp8-block": "unquantized",
             "int8": "unquantized",
             "nvfp4": "unquantized",
             "nvfp4-gptq": "unquantized",
