@@ -96,6 +96,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@functools.cache
 def kind_of(cls: type, name: str) -> type:
     """int, float, str, Path, bool or tuple: the type of the option's value, if it is not None."""
     hint = typing.get_type_hints(cls)[name]

@@ -19,7 +19,7 @@ from ...base.log import logger
 from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import TokenText
 from ...serving_check.quality import Document, read_documents
-from ...serving_check.workload.use_plan import TURNS, Conversations
+from ...serving_check.workload.use_plan import TURNS, WITH_SYSTEM, Conversations
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
 from ..model_loader.vocabulary import refuse_unknown_tokens
@@ -60,13 +60,21 @@ class HeldOutText:
         """The function that turns conversations into tokens; None if no chat template renders plain ones."""
         if not self.tokenizer.chat_template:
             return None
-        try:
-            for roles in TURNS:
-                self._chat([(role, "text") for role in roles])
-        except Exception as error:  # templates raise what they like
+        refused = {roles: error for roles in (*TURNS, *WITH_SYSTEM) if (error := self._refusal(roles))}
+        if refused.keys() & set(TURNS):
+            error = next(iter(refused.values()))
             logger.warning(f"the chat template renders no plain conversation, so none is sent: {error}")
             return None
-        return Conversations(self._decode, self._chat)
+        taken = tuple(roles for roles in (*TURNS, *WITH_SYSTEM) if roles not in refused)
+        return Conversations(self._decode, self._chat, taken)
+
+    def _refusal(self, roles: Sequence[str]) -> Exception | None:
+        """What the chat template raises for messages of these roles."""
+        try:
+            self._chat([(role, "text") for role in roles])
+        except Exception as error:  # templates raise what they like
+            return error
+        return None
 
     def _chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         turns = [{"role": role, "content": content} for role, content in messages]

@@ -95,7 +95,7 @@ def _is_text_of(written: str, text: str) -> bool:
 
 
 def _of_prompt(planned: PlannedRequest, record: RequestRecord, answer: Answer) -> Iterator[str]:
-    whose = "the chat template's" if planned.kind == "chat" else "the one sent"
+    whose = "the chat template's" if planned.messages else "the one sent"
     if record.prompt_tokens != len(planned.prompt):
         yield f"usage says {record.prompt_tokens} prompt tokens, {whose} has {len(planned.prompt)}"
     elif answer.prompt_token_ids not in (None, planned.prompt):

@@ -115,6 +115,10 @@ class BlockInUse:
     artifact: SideInUse | None
     """Null where the stage was broken off before its turn."""
     baseline: SideInUse | None
+    kinds: tuple[str, ...] = ()
+    """Of each request: `sampled chat` if both; empty in verdicts from before it was recorded."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Of each request; empty likewise."""
 
 
 @dataclass(frozen=True)

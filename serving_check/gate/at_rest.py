@@ -16,7 +16,7 @@ from ..evidence.at_rest import PARTS_BEFORE, AtRestFigures, BurstPart, Rest
 from ..evidence.measurement import MeasuredM, Repeat
 from ..settings import WorkloadSettings
 from ..statistics.decide import LOOKS, block_order
-from ..workload.burst import WHOLE, send_burst
+from ..workload.burst import PROMPT_TOKENS, WHOLE, leave_long_answers, send_burst
 from ..workload.use_plan import Kind
 from .interleaving import SEEDS_PER_M, SEEDS_PER_RUN, workload_spec
 from .repeats import Repeats
@@ -24,6 +24,8 @@ from .repeats import Repeats
 PATIENCE_S = 3.0
 """Seconds that a server may take to end what clients have left, and to say so in `/metrics`."""
 POLL_S = 0.05
+SETTLES_S = 0.2
+"""In which a server counts requests that came just now: ours tells its counters every 0.05 s."""
 PARTS = 8
 """Of the burst: enough to tell a step from noise, and a leak from a heap that fills once."""
 CONFIRMING_PARTS = 4
@@ -50,6 +52,9 @@ LAST_S = 12.0
 """Seconds after which no further repeat is sent at the end, once there are two."""
 FIRST_SEED = SEEDS_PER_M * 3 // 4
 """Blocks' seeds begin at 0, those of blocks on both servers at once in the middle, warm-ups' at the end."""
+LEFT_AT_END = 2
+"""Requests whose clients leave at the end. Their answers would take longer than the patience."""
+MOST_LEFT_TOKENS = 16384
 KEPT_ERRORS = 20
 
 
@@ -65,6 +70,8 @@ class Sides:
     repeat: Repeats
     kinds: Collection[Kind] = (WHOLE,)
     """Of requests that the servers take."""
+    context: int = 0
+    """Tokens that a request may have."""
 
 
 def look_before(endpoint: Endpoint) -> Rest:
@@ -101,6 +108,12 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
         errors=tuple(burst.errors[:KEPT_ERRORS]),
     )
     figures = _measure_again(sides, figures)
+    if sides.context > PROMPT_TOKENS:
+        tokens = min(MOST_LEFT_TOKENS, sides.context - PROMPT_TOKENS)
+        leave_long_answers(artifact, sides.text, LEFT_AT_END, tokens)
+        figures = replace(figures, requests=figures.requests + LEFT_AT_END)
+        # What was counted while they ran may be told once more.
+        time.sleep(SETTLES_S)
     patience = PATIENCE_S + artifact.metrics_renewal_s
     return replace(figures, after=_at_rest(artifact, patience, before.kv_cache_usage))
 

@@ -145,7 +145,7 @@ def serve_and_measure(
             with run.clock.stage("profile of loads"):
                 in_use = profile.with_profile(in_use, profile.serve(artifact, baseline))
         with run.clock.stage("at rest"):
-            sides = Sides(artifact, baseline, run.workload, run.text, repeats, load.kinds)
+            sides = Sides(artifact, baseline, run.workload, run.text, repeats, load.kinds, run.source.context)
             at_rest = look_after(sides, measured, before, in_use.requests)
     with run.clock.stage("another look"):
         together = None if failed else serve_together(servers, measured, run, in_use)
@@ -335,7 +335,7 @@ def _in_use_in_turns(
             served = profile.served(profile.serve_one(artifact), theirs_of_profile)
             in_use = profile.with_profile(in_use, served)
     with run.clock.stage("at rest"):
-        sides = Sides(artifact, None, run.workload, run.text, turns.repeat, load.kinds)
+        sides = Sides(artifact, None, run.workload, run.text, turns.repeat, load.kinds, source.context)
         return in_use, look_after(sides, measured, before, in_use.requests)
 
 

@@ -116,7 +116,13 @@ class LoadInUse:
     def served(self, artifact: Sequence[OpenLoopResult], baseline: Sequence[OpenLoopResult]) -> ServedLoad:
         """The figures of both sides' blocks, oldest first."""
         blocks = [
-            BlockInUse(len(requests), self._side(artifact, index), self._side(baseline, index))
+            BlockInUse(
+                len(requests),
+                self._side(artifact, index),
+                self._side(baseline, index),
+                kinds=tuple(request.full_kind for request in requests),
+                prompt_tokens=tuple(len(request.prompt) for request in requests),
+            )
             for index, requests in enumerate(self.blocks)
             if index < max(len(artifact), len(baseline))
         ]

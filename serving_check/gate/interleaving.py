@@ -12,7 +12,7 @@ from ...base.stage_clock import StageClock, in_words
 from ..adapters import Endpoint
 from ..checks.stalls import surely_stalls
 from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
-from ..evidence.measurement import Block, MeasuredM
+from ..evidence.measurement import Block, MeasuredM, Repeat
 from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import (
     GROUP,
@@ -25,7 +25,6 @@ from ..statistics.decide import (
     needs_new_servers,
 )
 from ..workload import WorkloadSpec
-from .repeats import Repeats
 
 WARMUP_PART = 4
 """Output tokens of a measured repeat for each output token of a warm-up."""
@@ -54,8 +53,10 @@ def measure(
             if not servers.warm_up(level):
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
             # So slow that it needs no statistics? One more look, and it is over.
-            if is_far_below(level.first_looks, floor) and (
-                not servers.run_block(level) or is_hopeless(level.first_looks, floor)
+            if (
+                level.m in workload.ms
+                and is_far_below(level.first_looks, floor)
+                and (not servers.run_block(level) or is_hopeless(level.first_looks, floor))
             ):
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
     clock.say(_estimate(measured, test))
@@ -174,7 +175,7 @@ class Servers:
     baseline: Endpoint
     workload: WorkloadSettings
     text: Sequence[int]
-    repeat: Repeats
+    repeat: Callable[[Endpoint, WorkloadSpec], Repeat]
     rival: Rival | None = None
 
     def settled_against_rival(self, measured: Sequence[MeasuredM]) -> set[int]:

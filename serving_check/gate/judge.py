@@ -15,7 +15,7 @@ from ..checks.in_use.drift import check_drift
 from ..checks.in_use.logprobs import check_logprobs
 from ..checks.in_use.profile import check_profile
 from ..checks.in_use.sampling import check_sampling
-from ..checks.in_use.speed import check_speed_in_use
+from ..checks.in_use.speed import check_speed_in_use, scatter_of
 from ..checks.in_use.text import check_text_in_use
 from ..checks.kv_capacity import check_kv_capacity
 from ..checks.latency import check_latency
@@ -36,7 +36,6 @@ from ..checks.undisturbed import check_undisturbed
 from ..checks.weights import check_weights, largest_errors
 from ..evidence.curve import curve_of, took_turns
 from ..evidence.evidence import Evidence
-from ..evidence.measurement import MeasuredM, output_throughput
 from ..evidence.verdict import CheckResult, CurvePoint, Status, overall_status
 from ..settings import Bounds, WorkloadSettings
 
@@ -109,10 +108,9 @@ def _checks_in_use(evidence: Evidence, workload: WorkloadSettings, bounds: Bound
     if evidence.in_use is None or evidence.at_rest is None:
         return []
     answers = evidence.in_use.answers
-    largest = max(evidence.measured, key=lambda level: level.m, default=MeasuredM(0))
     return [
         check_undisturbed(evidence.alone, evidence.measured),
-        check_speed_in_use(evidence.in_use.blocks, bounds, largest.log_ratios(output_throughput)),
+        check_speed_in_use(evidence.in_use.blocks, bounds, scatter_of(evidence.measured)),
         *(
             []
             if workload.profile is None

@@ -47,15 +47,25 @@ class Autoregression(VarianceInflation):
 
     lag_one: float
     """Expected sum of products of neighbouring deviations over the expected sum of their squares."""
+    of_mean: float
+    """The variance of the mean, over the variance of a value divided by their count."""
+
+    @property
+    def of_variance(self) -> float:
+        """The variance of a value, over the variance that these values are expected to show."""
+        return self.cost / self.of_mean
 
 
-def upper_correlation(series: Sequence[Sequence[float]]) -> float:
-    """The upper limit of rho, 0 to LARGEST, from all series together, each [values] in the order of time."""
+def upper_correlation(series: Sequence[Sequence[float]], caution: float = CAUTION) -> float:
+    """The upper limit of rho, 0 to LARGEST, from all series together, each [values] in the order of time.
+
+    caution: standard errors that it lies above the estimate
+    """
     told = [values for values in series if len(values) > 1]
     total = sum(len(values) for values in told)
     if not told:
         return LARGEST
-    shown = sum(len(values) * _lag_one(values) for values in told) / total + CAUTION / math.sqrt(total)
+    shown = sum(len(values) * _lag_one(values) for values in told) / total + caution / math.sqrt(total)
     lengths = Counter(len(values) for values in told)
     low, high = 0, STEPS
     while low < high:
@@ -85,6 +95,7 @@ def autoregression(count: int, rho: float) -> Autoregression:
     spread = trace - 2 / count * math.fsum(row * row for row in rows) + (everything / count) ** 2
     return Autoregression(
         lag_one=neighbours / squares,
+        of_mean=everything / count,
         cost=everything / count * (count - 1) / squares,
         freedom=squares**2 / spread,
     )

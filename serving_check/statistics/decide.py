@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from .correlation import upper_correlation
+from .correlation import CAUTION, upper_correlation
 from .trimmed_mean import interval, trimmed, winsorized
 
 Status = Literal["pass", "fail", "inconclusive"]
@@ -168,10 +168,10 @@ def decide_all(
         seen = [values[: final[m].blocks if m in final else blocks] for m, values in enumerate(series)]
         due = [m for m, values in enumerate(seen) if m not in final and len(values) == blocks]
         if due:
-            correlation = _correlation(seen)
+            correlation = correlation_of(seen)
             looked = {m: _look(seen[m], test, correlation, m in by_estimate) for m in due}
             final |= {m: decision for m, decision in looked.items() if decision.final}
-    correlation = _correlation(series)
+    correlation = correlation_of(series)
     return [final.get(m) or _estimate(values, test, correlation) for m, values in enumerate(series)]
 
 
@@ -218,8 +218,9 @@ def _estimate(values: Sequence[float], test: SequentialTest, correlation: float)
     )
 
 
-def _correlation(series: Sequence[Sequence[float]]) -> float:
-    return upper_correlation([winsorized(values) for values in series if values])
+def correlation_of(series: Sequence[Sequence[float]], caution: float = CAUTION) -> float:
+    """Between neighbouring blocks, at most. The machine correlates them, so all Ms are asked together."""
+    return upper_correlation([winsorized(values) for values in series if values], caution)
 
 
 def _exp(value: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from ..adapters.endpoint import Endpoint
-from .use_plan import Kind
+from .use_plan import Kind, route_of
 
 IN_FLIGHT = 8
 """Few, and all requests alike, so that steps have few different shapes.
@@ -29,9 +29,10 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 8, 1
 LEFT_TOKENS = 8
 """That a client asks for who goes away after the first chunk."""
 WHOLE: Kind = "greedy"
-IN_TURN: tuple[Kind, ...] = (WHOLE, "sampled", "logprobs", "stop", "aborted")
-"""Kinds of a part, in this order. Sampled and aborted ones are streamed, the others come whole. There are no
-chats: their prompts have another length, and with them a sound server in bfloat16 on a CPU grew by 10 MiB."""
+IN_TURN: tuple[Kind, ...] = (WHOLE, "sampled", "logprobs", "stop", "chat", "aborted")
+"""Kinds of a part, in this order. Sampled and aborted ones are streamed, the others come whole."""
+GREETING = {"messages": [{"role": "user", "content": "Hello"}]}
+"""Of all chats: prompts of different lengths would have different shapes."""
 NEVER_SAID = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"
 USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 REQUEST_TIMEOUT_S = 60.0
@@ -55,6 +56,7 @@ class _Tiny:
     tokens: int
     """That its answer has."""
     body: bytes
+    route: str
     is_left: bool
     """Whether its client goes away."""
 
@@ -77,6 +79,25 @@ def send_burst(
     return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s, kinds, prompts_each))
 
 
+def leave_long_answers(endpoint: Endpoint, text: Sequence[int], requests: int, tokens: int) -> None:
+    """Ask for answers of so many tokens at once, and go away after the first chunk of each."""
+    body = {"model": endpoint.model, "prompt": list(text[:PROMPT_TOKENS]), "max_tokens": tokens}
+    body |= {"temperature": 0.0, "ignore_eos": True, "stream": True}
+    one = _Tiny(tokens, json.dumps(body).encode(), route_of(is_chat=False), is_left=True)
+
+    async def leave() -> None:
+        async with _session(endpoint) as session:
+            await asyncio.gather(*(_send(session, endpoint, one) for _ in range(requests)))
+
+    asyncio.run(leave())
+
+
+def _session(endpoint: Endpoint) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    headers = {"Content-Type": "application/json", **endpoint.headers()}
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers)
+
+
 async def _send_burst(
     endpoint: Endpoint,
     text: Sequence[int],
@@ -86,14 +107,10 @@ async def _send_burst(
     kinds: Collection[Kind],
     prompts_each: int,
 ) -> BurstResult:
-    url = endpoint.base_url + "/v1/completions"
     tiny = _requests(endpoint.model, text, random.Random(seed), requests // prompts_each, kinds, prompts_each)
     errors: list[str] = []
     sent = 0
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    headers = {"Content-Type": "application/json", **endpoint.headers()}
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+    async with _session(endpoint) as session:
         # Libraries of models may be in this process; collecting their objects would take longer than a part.
         gc.freeze()
         began = time.perf_counter()
@@ -102,7 +119,7 @@ async def _send_burst(
             nonlocal sent
             while time.perf_counter() - began < longest_s and (request := next(tiny, None)) is not None:
                 sent += prompts_each
-                if (error := await _send(session, url, request)) is not None:
+                if (error := await _send(session, endpoint, request)) is not None:
                     errors.append(error)
 
         await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
@@ -123,17 +140,22 @@ def _requests(
     chosen = [kind for kind in IN_TURN if kind in kinds]
     for index in range(requests):
         kind = chosen[index * len(chosen) // requests]
-        starts = [draw.randrange(max(1, len(text) - PROMPT_TOKENS)) for _ in range(prompts_each)]
-        prompts = [list(text[start : start + PROMPT_TOKENS]) for start in starts]
         body = {
             "model": model,
-            "prompt": prompts if prompts_each > 1 else prompts[0],
+            **(GREETING if kind == "chat" else _prompts(text, draw, prompts_each)),
             "max_tokens": LEFT_TOKENS if kind == "aborted" else OUTPUT_TOKENS,
             "temperature": 0.0,
             "ignore_eos": True,
             **_own_fields(kind, draw),
         }
-        yield _Tiny(prompts_each * OUTPUT_TOKENS, json.dumps(body).encode(), is_left=kind == "aborted")
+        tokens = prompts_each * OUTPUT_TOKENS
+        yield _Tiny(tokens, json.dumps(body).encode(), route_of(kind == "chat"), is_left=kind == "aborted")
+
+
+def _prompts(text: Sequence[int], draw: random.Random, count: int) -> dict[str, Any]:
+    starts = [draw.randrange(max(1, len(text) - PROMPT_TOKENS)) for _ in range(count)]
+    prompts = [list(text[start : start + PROMPT_TOKENS]) for start in starts]
+    return {"prompt": prompts if count > 1 else prompts[0]}
 
 
 def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
@@ -147,10 +169,10 @@ def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
     return {"stream": True} if kind == "aborted" else {}
 
 
-async def _send(session: aiohttp.ClientSession, url: str, request: _Tiny) -> str | None:
+async def _send(session: aiohttp.ClientSession, endpoint: Endpoint, request: _Tiny) -> str | None:
     """The error of one request; None if there was none."""
     try:
-        async with session.post(url, data=request.body) as response:
+        async with session.post(endpoint.base_url + request.route, data=request.body) as response:
             if request.is_left and response.status == 200:
                 await response.content.readany()
                 response.close()

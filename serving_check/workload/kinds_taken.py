@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass
 
 from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
-from .open_loop import body_of, route_of
+from .open_loop import body_of
 from .use_plan import Kind, PlannedRequest
 
 NO_ROUTE = 404, 405, 501
@@ -59,7 +59,7 @@ def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
         kind=kind,
         prompt=PROMPT,
         output_len=2,
-        messages=(("user", "Hello"),),
+        messages=(("user", "Hello"),) if kind == "chat" else (),
         temperature=1.0 if kind == "sampled" else 0.0,
         seed=1,
         stop="stop",
@@ -72,7 +72,7 @@ def _is_refused(endpoint: Endpoint, probe: PlannedRequest) -> bool:
     """Whether the server knows no such field or route. Any other failure is left for the load to show."""
     headers = {"Content-Type": "application/json", **endpoint.headers()}
     body = json.dumps(body_of(endpoint, probe)).encode()
-    request = urllib.request.Request(endpoint.base_url + route_of(probe), body, headers)
+    request = urllib.request.Request(endpoint.base_url + probe.route, body, headers)
     try:
         with DIRECT.open(request, timeout=PROBE_S) as response:
             response.read()

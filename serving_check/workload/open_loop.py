@@ -92,16 +92,12 @@ async def _run(
 
 def streamed_request(endpoint: Endpoint, planned: PlannedRequest) -> StreamedRequest:
     return StreamedRequest(
-        endpoint.base_url + route_of(planned),
+        endpoint.base_url + planned.route,
         json.dumps(body_of(endpoint, planned)).encode(),
         None if planned.may_end_early else planned.output_len,
         keeps_events=True,
         abort_after=planned.abort_after,
     )
-
-
-def route_of(planned: PlannedRequest) -> str:
-    return "/v1/chat/completions" if planned.kind == "chat" else "/v1/completions"
 
 
 def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
@@ -113,7 +109,7 @@ def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
 
 
 def _prompt_of(planned: PlannedRequest) -> Body:
-    if planned.kind != "chat":
+    if not planned.messages:
         return {"prompt": list(planned.prompt)}
     return {"messages": [{"role": role, "content": content} for role, content in planned.messages]}
 

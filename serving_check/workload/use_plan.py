@@ -16,7 +16,7 @@ from .prompts import Slices
 Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "aborted"]
 """What a request asks for, besides its tokens:
 
-- greedy, sampled: completions at temperature 0, and at another with a seed
+- greedy, sampled: completions at temperature 0, and at another with a seed; some sampled ones are chats
 - chat: a conversation; its prompt is what the chat template makes of it
 - stop: a completion with a stop string
 - end: a completion that ends by the end-of-sequence token
@@ -51,7 +51,11 @@ LEAST_TO_STOP = 32
 SPARE = 8
 """Tokens that may follow where the end-of-sequence token is due, to show an answer that does not end."""
 TURNS: tuple[tuple[str, ...], ...] = (("user",), ("user", "assistant", "user"))
-"""Roles of a conversation. None begins with `system`: some templates refuse it."""
+"""Roles of a conversation that every template takes."""
+WITH_SYSTEM: tuple[tuple[str, ...], ...] = (("system", "user"), ("system", "user", "assistant", "user"))
+"""Roles that some templates refuse."""
+SAMPLED_CHATS_SHARE = 0.25
+"""Of the sampled requests, those that are chats."""
 LEAST_MESSAGE = 4
 """Tokens of a message, at least."""
 MOST_AGAIN = 4
@@ -83,9 +87,21 @@ class PlannedRequest:
     """Of kind `end`: the tokens before it."""
 
     @property
+    def route(self) -> str:
+        return route_of(is_chat=bool(self.messages))
+
+    @property
+    def full_kind(self) -> str:
+        return "sampled chat" if self.messages and self.kind == "sampled" else self.kind
+
+    @property
     def may_end_early(self) -> bool:
         """Whether its answer may have fewer tokens than `output_len`."""
         return self.kind in ("stop", "end", "aborted")
+
+
+def route_of(is_chat: bool) -> str:
+    return "/v1/chat/completions" if is_chat else "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -119,6 +135,8 @@ class Conversations:
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[Sequence[tuple[str, str]]], Sequence[int]]
     """The prompt that the chat template makes of roles and contents, up to where the answer begins."""
+    turns: tuple[tuple[str, ...], ...] = TURNS
+    """Roles that the template takes."""
 
 
 def plan_requests(
@@ -139,9 +157,9 @@ def plan_requests(
     """
     generator = random.Random(seed)
     stops = [(tuple(prompt), stop) for prompt, answer in answered if (stop := stop_string(answer))]
-    kinds = _kinds(shape, bool(stops), conversations)
-    arrivals = _arrivals(generator, shape, least=len(kinds - {"greedy"}) + LEAST_GREEDY)
-    counts = _counts(kinds, len(arrivals), len(stops))
+    askable = _kinds(shape, bool(stops), conversations)
+    arrivals = _arrivals(generator, shape, least=len(askable - {"greedy"}) + LEAST_GREEDY)
+    counts = dict(_counts(askable, len(arrivals), len(stops)))
     most = len(text) // 2  # of so many tokens, half of all different beginnings are left
     longest = _longest(shape, most)
     slices = Slices(generator, text, LEAST_PROMPT, [prompt for prompt, _ in stops])
@@ -149,10 +167,15 @@ def plan_requests(
         PlannedRequest(0.0, "stop", prompt, 0, stop=stop)
         for prompt, stop in generator.sample(stops, counts["stop"])
     ]
-    if conversations is not None:
-        budget = shape.prompt_tokens * counts["chat"] // len(arrivals)
-        lengths = lengths_within(budget, generator, counts["chat"], LEAST_PROMPT, longest)
-        requests += [_chat(generator, slices, conversations, length, _most(shape)) for length in lengths]
+    if conversations is not None and counts["chat"]:
+        sampled = min(counts["sampled"] - SEEDS_AGAIN, round(SAMPLED_CHATS_SHARE * counts["sampled"]))
+        kinds_of_chats: list[Kind] = ["chat" for _ in range(counts["chat"])]
+        kinds_of_chats += ["sampled" for _ in range(sampled)]
+        budget = shape.prompt_tokens * len(kinds_of_chats) // len(arrivals)
+        lengths = lengths_within(budget, generator, len(kinds_of_chats), LEAST_PROMPT, longest)
+        chats = [_chat(generator, slices, conversations, length, _most(shape)) for length in lengths]
+        requests += [replace(chat, kind=kind) for chat, kind in zip(chats, kinds_of_chats, strict=True)]
+        counts |= {"sampled": counts["sampled"] - kinds_of_chats.count("sampled")}
     left = shape.prompt_tokens - sum(len(request.prompt) for request in requests)
     long_prompt = min(shape.long_prompt, shape.context - LEAST_LONG_ANSWER, most)
     requests += _completions(generator, slices, counts, longest, left, long_prompt)
@@ -189,9 +212,11 @@ def _kinds(shape: UseShape, has_stops: bool, conversations: Conversations | None
 
 
 def _has_room(shape: UseShape, conversations: Conversations) -> bool:
-    """Whether a short conversation and an answer fit in the context."""
-    messages = len(TURNS[-1]) * LEAST_MESSAGE * MOST_AGAIN
-    return _overhead(conversations, TURNS[-1]) + messages <= _most(shape)
+    """Whether a short conversation of any roles and an answer fit in the context."""
+    return all(
+        _overhead(conversations, roles) + len(roles) * LEAST_MESSAGE * MOST_AGAIN <= _most(shape)
+        for roles in conversations.turns
+    )
 
 
 def _most(shape: UseShape) -> int:
@@ -273,7 +298,7 @@ def _chat(
     generator: random.Random, slices: Slices, conversations: Conversations, length: int, most: int
 ) -> PlannedRequest:
     """A chat whose prompt has about `length` tokens, never more than `most`."""
-    roles = generator.choice(TURNS)
+    roles = generator.choice(conversations.turns)
     each = (length - _overhead(conversations, roles)) // len(roles)
     while True:
         each = max(each, LEAST_MESSAGE)
@@ -296,8 +321,10 @@ def _completion(kind: Kind, prompt: Sequence[int]) -> PlannedRequest:
 
 def _with_seeds_again(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
     """The shortest sampled prompt three times: twice with one seed, once with another. Not if there are fewer
-    sampled requests."""
-    sampled = [index for index, request in enumerate(requests) if request.kind == "sampled"]
+    sampled completions; chats are left out."""
+    sampled = [
+        index for index, request in enumerate(requests) if request.kind == "sampled" and not request.messages
+    ]
     shortest = sorted(sampled, key=lambda index: len(requests[index].prompt))[:SEEDS_AGAIN]
     again = list(requests)
     if len(shortest) == SEEDS_AGAIN:

@@ -44,6 +44,13 @@ class KeepsRequests(CountingEngine):
             self.running[request_id] = (0, ENDLESS)
 
 
+class RunsOn(CountingEngine):
+    """It goes on with requests whose clients have gone, to the last token that they asked for."""
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+
 class KeepsMemory(CountingEngine):
     def __init__(self, step_seconds: float, description: ModelDescription):
         super().__init__(step_seconds, description)
@@ -82,6 +89,7 @@ ENGINES = {
     "none": CountingEngine,
     "keeps_pages": KeepsPages,
     "keeps_requests": KeepsRequests,
+    "runs_on": RunsOn,
     "keeps_memory": KeepsMemory,
     "keeps_memory_of_sampled": KeepsMemoryOfSampled,
     "tires": Tires,

@@ -4,6 +4,7 @@ They hide in contexts, numbers of requests and settings that such a load never h
 while others decode, and in what is left when it has ended. `servers.py` has the other faults.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -192,6 +193,13 @@ def pages_freed_twice_after_an_abort(engine: Engine, request_id: str, abort: Cal
     engine.pool._free_pages.extend(pages)
 
 
+@hidden("abort", "at rest", "go on without their client")
+def aborted_requests_run_on(engine: Engine, request_id: str, abort: Callable[[str], None]) -> None:
+    """To the last token that they asked for."""
+    if request_id not in engine._sequences:
+        abort(request_id)
+
+
 # What a request asks for, before the engine gets it.
 
 
@@ -308,6 +316,64 @@ async def memory_kept_of_every_stream_that_is_sampled(
     if any(params.temperature for params in generation._params):
         traffic.kept.append(b"x" * LEAKED)
     async for some in deltas():
+        yield some
+
+
+@hidden("request", "at rest", "memory grows by")
+async def memory_kept_of_every_chat(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    if is_chat(generation):
+        traffic.kept.append(b"x" * LEAKED)
+    async for some in deltas():
+        yield some
+
+
+@hidden("request", "sampling", "the temperature is ignored")
+async def greedy_chats(traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]) -> Deltas:
+    """A route that knows fewer fields than the other one."""
+    if is_chat(generation):
+        generation._params = [replace(params, temperature=0.0) for params in generation._params]
+    async for some in deltas():
+        yield some
+
+
+@hidden("request", "speed in use", "the first token of chats takes")
+async def late_first_tokens_of_chats(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    async for some in late(deltas, is_chat(generation)):
+        yield some
+
+
+@hidden("request", "speed in use", "the first token of requests with prompts of more than")
+async def late_first_tokens_after_long_prompts(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    async for some in late(deltas, generation.prompt_tokens > LONG_CONTEXT):
+        yield some
+
+
+async def late(deltas: Callable[[], Deltas], is_late: bool) -> Deltas:
+    """The first token takes several times as long, if it is late."""
+    began = time.perf_counter()
+    async for some in deltas():
+        if is_late:
+            await asyncio.sleep(PAUSE_S + (SLOWER - 1) * (time.perf_counter() - began))
+            is_late = False
+        yield some
+
+
+@hidden("request", "speed in use", "the TPOT of sampled requests")
+async def slow_streams_when_sampled(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    """Something is done for each sampled token, in the server and not in the engine's step."""
+    last = time.perf_counter()
+    async for some in deltas():
+        if any(params.temperature for params in generation._params):
+            await asyncio.sleep((SLOWER - 1) * (time.perf_counter() - last))
+            last = time.perf_counter()
         yield some
 
 

@@ -8,7 +8,8 @@ repeat's throughput has noise of its own, gaussian, with heavy tails (Student's 
 as an autoregression (AR) or as a random walk. `noise` is the standard deviation of one repeat, or of one step
 of the walk; a repeat at a drawn M is a quarter as long, and has twice the noise of its own. Floor 0.93, M = 1
 to 32 and those that a fresh seed draws between them in every run. Then comes the load as in use, of which a
-block has the noise of a repeat: `in_use_failed` says how often it failed.
+block has the noise of a repeat, and each M in it twice as much of its own, as a drawn M has: `in_use_failed`
+says how often it failed.
 
 Five questions a row. How often does the verdict pass where one given M is at 0.90, or exactly at the floor,
 and the others are clear of it (the worst case for a wrong pass)? How often where tokens take twice as long at
@@ -25,22 +26,24 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from scalegate.base.atomic_files import write_json
 from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.adapters import Endpoint
-from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, check_speed_in_use
+from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, check_speed_in_use, scatter_of
 from scalegate.serving_check.evidence.in_use import BlockInUse, SideInUse
-from scalegate.serving_check.evidence.measurement import output_throughput
+from scalegate.serving_check.evidence.measurement import MeasuredM, Repeat
 from scalegate.serving_check.gate import interleaving
 from scalegate.serving_check.gate.in_use import BLOCKS
-from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import SHORTER, Bounds, WorkloadSettings
+from scalegate.serving_check.statistics.decide import Decision
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
 QUIET = StageClock(shown=False)
@@ -51,19 +54,21 @@ FLOOR = 0.93
 CLEAR = 1.5
 TWICE_AS_SLOW = 1 / (0.3 + 2 * 0.7)
 """Of the throughput, where decoding takes twice as long and prompts 30% of the time."""
+ALL_SOUND = "all at 1.0"
 CASES = {
     "one M at 0.90": (0.90, CLEAR),
     "one M at the floor": (FLOOR, CLEAR),
     "a drawn M twice as slow": (TWICE_AS_SLOW, CLEAR),
-    "all at 1.0": (1.0, 1.0),
-    "0.7 in use": (1.0, 1.0),
+    ALL_SOUND: (1.0, 1.0),
 }
 OF_A_DRAWN_M = "a drawn M twice as slow"
 IN_USE = 0
 """Stands for the load as in use among the Ms."""
-RATIOS_IN_USE = {"0.7 in use": 0.7}
-"""Where it is not that of most Ms."""
+ONLY_IN_USE = "0.7 in use"
+"""The curve of `all at 1.0`, with a load as in use at this ratio."""
+SLOW_IN_USE = 0.7
 PROMPT_S, TOKEN_S = 0.05, 0.01
+IN_USE_MS = range(1, WORKLOAD.ms[-1] + 1)
 BOUNDS = Bounds(throughput_floor=FLOOR)
 ROWS = [
     *(("gaussian", noise) for noise in (0.02, 0.05, 0.10, 0.15, 0.20)),
@@ -77,14 +82,14 @@ MOST_WRONG = {
     ("one M at 0.90", "pass"): 0.02,
     ("one M at the floor", "pass"): 0.05,
     (OF_A_DRAWN_M, "pass"): 0.01,
-    ("all at 1.0", "fail"): 0.01,
+    (ALL_SOUND, "fail"): 0.01,
 }
 LEAST_PASSED = {("gaussian", 0.10): 0.80}
 
 
 @dataclass
 class Servers:
-    """Stands for `run_workload`: a baseline of 100 tok/s, an artifact at `ratios[M]` of it."""
+    """Stands for `Repeats`: a baseline of 100 tok/s, an artifact at `ratios[M]` of it."""
 
     ratios: dict[int, float]
     noise: str
@@ -92,26 +97,30 @@ class Servers:
     random: random.Random
 
     def __post_init__(self) -> None:
-        self.walks = {m: self._walk() for m in self.ratios}
+        self.walks = {m: self._walk() for m in (*self.ratios, IN_USE)}
 
-    def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
+    def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> Repeat:
         noisier = 1.0 if spec.m in WORKLOAD.ms else SHORTER**0.5
-        # No time to the first token: whole requests are all that is judged.
-        request = RequestRecord(0.0, 0.0, (), 1.0, spec.output_len, 1)
         duration = spec.output_len / 100 / self._speed(endpoint is ARTIFACT, spec.m, noisier)
-        return WorkloadResult(spec, duration, (request,), (), {spec.m: 1}, None)
+        return replace(repeat_of(spec.m, spec.output_len), duration=duration)
 
-    def in_use(self, is_artifact: bool) -> SideInUse:
-        """A block of the load as in use: everything takes as much longer as the server is slower."""
+    def blocks_in_use(self, ratio: float) -> list[BlockInUse]:
+        """A load as in use, of an artifact's server at this ratio."""
+        self.ratios[IN_USE] = ratio
+        return [BlockInUse(1, self._in_use(True), self._in_use(False)) for _ in range(BLOCKS)]
+
+    def _in_use(self, is_artifact: bool) -> SideInUse:
+        """One side of a block: everything takes as much longer as the server is slower."""
         slower = 1 / self._speed(is_artifact, IN_USE)
         token = TOKEN_S * slower
+        at_ms = {m: token * math.exp(SHORTER**0.5 * self._own_noise()) for m in IN_USE_MS}
         return SideInUse(
             began=0.0,
             duration=slower,
             output_tokens=1000,
             ttfts=(PROMPT_S * slower,),
             tpots=(token,),
-            itls_by_m=dict.fromkeys(range(1, WORKLOAD.ms[-1] + 1), (LEAST_GAPS, token)),
+            itls_by_m={m: (LEAST_GAPS, seconds) for m, seconds in at_ms.items()},
             itl_p99=token,
         )
 
@@ -146,6 +155,14 @@ class Servers:
                 state += self.scale * self.random.gauss(0, 1)
 
 
+@cache
+def repeat_of(m: int, output_len: int) -> Repeat:
+    """One that takes a second. No time to the first token: whole requests are all that is judged."""
+    spec = WorkloadSpec(m, 1, 1, output_len, 0, (0,))
+    request = RequestRecord(0.0, 0.0, (), 1.0, output_len, 1)
+    return Repeat.of(WorkloadResult(spec, 1.0, (request,), (), {m: 1}, None))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,35 +195,52 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
     row: dict[str, Any] = {"noise": noise, "scale": scale, "runs": runs}
     for case, (first, others) in CASES.items():
         generator = random.Random(f"{noise} {scale} {case}")
-        verdicts: Counter[str] = Counter()
-        blocks = in_use_failed = 0
+        ratios_in_use = {case: others}
+        if case == ALL_SOUND:
+            ratios_in_use[ONLY_IN_USE] = SLOW_IN_USE
+        tallies = {name: Tally() for name in ratios_in_use}
         for _ in range(runs):
             load = replace(WORKLOAD, seed=generator.randrange(2**31))
             slow = (load.ms_between if case == OF_A_DRAWN_M else load.ms)[0]
             ratios = {m: first if m == slow else others for m in load.measured_ms}
-            ratios[IN_USE] = RATIOS_IN_USE.get(case, others)
             servers = Servers(ratios, noise, scale, generator)
-            repeats = Repeats(servers, ARTIFACT, BASELINE, None)
-            sides = interleaving.Servers(ARTIFACT, BASELINE, load, [0], repeats)
+            sides = interleaving.Servers(ARTIFACT, BASELINE, load, [0], servers)
             measured, decisions = interleaving.measure(sides, BOUNDS, QUIET)
-            statuses: set[str] = {decision.status for decision in decisions}
-            if "fail" not in statuses:
-                in_use = [BlockInUse(1, servers.in_use(True), servers.in_use(False)) for _ in range(BLOCKS)]
-                largest = max(measured, key=lambda level: level.m).log_ratios(output_throughput)
-                statuses.add(check_speed_in_use(in_use, BOUNDS, largest).status)
-                in_use_failed += "fail" in statuses
-            verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
-            blocks += sum(len(one.blocks) for one in measured)
-        shares = {status: verdicts[status] / runs for status in ("pass", "fail", "inconclusive")}
-        per_m = round(blocks / runs / len(load.measured_ms), 1)
-        row[case] = shares | {"in_use_failed": in_use_failed / runs, "blocks_per_m": per_m}
+            for name, ratio in ratios_in_use.items():
+                tallies[name].add(measured, decisions, servers.blocks_in_use(ratio))
+        row |= {name: tally.shares(runs) for name, tally in tallies.items()}
     return row
+
+
+@dataclass
+class Tally:
+    """The verdicts of one case."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    in_use_failed: int = 0
+    blocks_per_m: float = 0.0
+    """Summed over the verdicts."""
+
+    def add(
+        self, measured: Sequence[MeasuredM], decisions: Sequence[Decision], in_use: Sequence[BlockInUse]
+    ) -> None:
+        statuses: set[str] = {decision.status for decision in decisions}
+        if "fail" not in statuses:
+            statuses.add(check_speed_in_use(in_use, BOUNDS, scatter_of(measured)).status)
+            self.in_use_failed += "fail" in statuses
+        self.verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
+        self.blocks_per_m += fmean(len(level.blocks) for level in measured)
+
+    def shares(self, runs: int) -> dict[str, float]:
+        shares = {status: self.verdicts[status] / runs for status in ("pass", "fail", "inconclusive")}
+        in_use_failed = self.in_use_failed / runs
+        return shares | {"in_use_failed": in_use_failed, "blocks_per_m": round(self.blocks_per_m / runs, 1)}
 
 
 def sentence(row: dict[str, Any]) -> str:
     cells = [
         f"{case}: {cell['pass']:.3f} pass, {cell['fail']:.3f} fail, {cell['blocks_per_m']} blocks"
-        for case in CASES
+        for case in (*CASES, ONLY_IN_USE)
         for cell in [row[case]]
     ]
     return f"{row['noise']:12} {row['scale']:.2f}  " + "  ".join(cells)
@@ -220,7 +254,7 @@ def missed_bars(row: dict[str, Any]) -> list[str]:
         if row[case][status] > bar
     ]
     least = LEAST_PASSED.get((row["noise"], row["scale"]), 0.0)
-    if row["all at 1.0"]["pass"] < least:
+    if row[ALL_SOUND]["pass"] < least:
         missed.append(f"{name}: passes at 1.0 in {row['all at 1.0']['pass']:.1%}, bar {least:.0%}")
     return missed
 

@@ -16,7 +16,6 @@ from scalegate.serving_check.checks.in_use import speed as speed_in_use
 from scalegate.serving_check.checks.in_use import text as text_in_use
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart
 from scalegate.serving_check.evidence.in_use import AnswerInUse, SideInUse
-from scalegate.serving_check.evidence.measurement import output_throughput
 from scalegate.serving_check.evidence.verdict import Verdict
 from scalegate.serving_check.gate.at_rest import LEAST_LAST, MOST_LAST
 from scalegate.tests.bench.gate.simulated_fault import SimulatedFault
@@ -41,9 +40,9 @@ def speed(
     assert figures is not None
     drawn = generator.choices(figures.blocks, k=len(figures.blocks))
     blocks = [replace(block, artifact=change(block.artifact)) for block in drawn if block.artifact]
-    largest = max(verdict.evidence.measured, key=lambda level: level.m).log_ratios(output_throughput)
-    repeated = generator.choices(largest, k=len(largest))
-    result = speed_in_use.check_speed_in_use(blocks, verdict.bounds, repeated)
+    scatter = speed_in_use.scatter_of(verdict.evidence.measured)
+    repeated = tuple(generator.choices(scatter.repeated, k=len(scatter.repeated)))
+    result = speed_in_use.check_speed_in_use(blocks, verdict.bounds, replace(scatter, repeated=repeated))
     return {result.name: result.status}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, check_speed_in_use, in_words
+from scalegate.serving_check.checks.in_use.speed import LEAST_GAPS, Scatter, check_speed_in_use, in_words
 from scalegate.serving_check.evidence.in_use import BlockInUse, SideInUse
 from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.settings import Bounds
@@ -50,6 +50,30 @@ def test_one_slow_m_may_be_somebody_elses_work():
     assert judged(*three(slow={13: 4.0})).status == "pass"
 
 
+def test_ms_that_are_slow_in_one_block_alone_are_somebody_elses_work():
+    slow = dict.fromkeys(range(10, 20), 8.0)
+    assert judged(side(4.05, slow), side(4.0), side(4.0)).status == "pass"
+    assert judged(side(4.05, slow), side(4.0, slow), side(4.0, slow)).status == "fail"
+
+
+def test_ms_that_scatter_say_less():
+    """At ten Ms the ratio is 1.9 on average, and above the bound in two blocks of three."""
+    uneven = [{m: factor * (1.8 if m < 11 else 0.95) for m in MS} for factor in (0.5, 1.0, 1.9)]
+    even = [{m: factor * (1.8 if m < 11 else 0.95) for m in MS} for factor in (0.98, 1.0, 1.02)]
+    assert judged(*(side(4.0, slow) for slow in uneven)).status == "pass"
+    assert judged(*(side(4.0, slow) for slow in even)).status == "fail"
+
+
+@pytest.mark.parametrize("figure", ["tpots", "ttfts"])
+def test_a_latency_that_blocks_do_not_agree_on_is_not_surely_beyond_its_bound(figure: str):
+    def judged_at(*factors: float) -> CheckResult:
+        usual = getattr(side(), figure)
+        return judged(*(side(**{figure: tuple(one * factor for one in usual)}) for factor in factors))
+
+    assert judged_at(3.5, 3.6, 3.7).status == "fail"
+    assert judged_at(1.0, 3.6, 7.0).status == "pass"
+
+
 def test_ms_with_few_gaps_say_nothing():
     few = dict.fromkeys(MS, (LEAST_GAPS // 4, 1.0))
     assert judged(*three(itls_by_m=few)).status == "pass"
@@ -86,10 +110,11 @@ def test_the_curves_scatter_decides_where_three_blocks_alone_do_not():
     slow = [side(duration) for duration in (4.9, 5.6, 5.2)]
     blocks = [BlockInUse(60, ours, side(4.0)) for ours in slow]
     assert check_speed_in_use(blocks, BOUNDS).status == "pass"
-    steady, shaky = [0.02, -0.02, 0.05, 0.0, -0.04, 0.03], [0.3, -0.3, 0.4, 0.0, -0.4, 0.2]
-    assert check_speed_in_use(blocks, BOUNDS, steady).status == "fail"
-    assert check_speed_in_use(blocks, BOUNDS, shaky).status == "pass"
-    assert check_speed_in_use(blocks, BOUNDS, steady[:2]).status == "pass", "two say nothing"
+    steady, shaky = (0.02, -0.02, 0.05, 0.0, -0.04, 0.03), (0.3, -0.3, 0.4, 0.0, -0.4, 0.2)
+    assert check_speed_in_use(blocks, BOUNDS, Scatter(steady)).status == "fail"
+    assert check_speed_in_use(blocks, BOUNDS, Scatter(shaky)).status == "pass"
+    assert check_speed_in_use(blocks, BOUNDS, Scatter(steady[:2])).status == "pass", "two say nothing"
+    assert check_speed_in_use(blocks, BOUNDS, Scatter(steady, correlation=0.9)).status == "pass"
 
 
 def test_neighbours_are_written_together():

@@ -12,6 +12,7 @@ from scalegate.serving_check.workload.burst import (
     IN_TURN,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
+    leave_long_answers,
     send_burst,
 )
 
@@ -54,7 +55,23 @@ def test_every_request_reaches_the_engine_and_is_answered(server: Endpoint):
 
 def test_requests_of_every_kind_are_answered_and_some_are_left(server: Endpoint):
     result = send_burst(server, TEXT, 1, 10 * len(IN_TURN), 60.0, IN_TURN)
-    assert (result.requests, result.errors) == (50, ())
+    assert (result.requests, result.errors) == (10 * len(IN_TURN), ())
+
+
+def test_all_chats_have_one_prompt_by_the_chat_template(server: Endpoint):
+    before = total(metrics_at_rest(server), "vllm:prompt_tokens_total") or 0.0
+    result = send_burst(server, TEXT, 1, 3, 60.0, ("chat",))
+    tokens = (total(server.metrics(), "vllm:prompt_tokens_total") or 0.0) - before
+    assert result.errors == ()
+    assert tokens % 3 == 0 and tokens != 3 * PROMPT_TOKENS
+
+
+def test_clients_of_long_answers_leave_after_the_first_chunk(server: Endpoint):
+    before = metrics_at_rest(server)
+    leave_long_answers(server, TEXT, 2, 64)
+    after = metrics_at_rest(server)
+    generated = [total(said, "vllm:generation_tokens_total") or 0.0 for said in (before, after)]
+    assert 2 <= generated[1] - generated[0] < 2 * 64
 
 
 def test_many_prompts_go_in_one_http_request(server: Endpoint):

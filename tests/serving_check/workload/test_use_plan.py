@@ -18,6 +18,8 @@ from scalegate.serving_check.workload.use_plan import (
     RARE,
     SHARING,
     SPARE,
+    TURNS,
+    WITH_SYSTEM,
     Conversations,
     UseShape,
     plan_requests,
@@ -61,6 +63,19 @@ def test_every_kind_is_in_every_block(rates):
         if len(requests) > 30:
             assert counts["sampled"] == round(len(requests) / 3)
             assert counts["logprobs"] == round(len(requests) / 20)
+
+
+def test_some_sampled_requests_are_chats_and_some_chats_have_a_system_message():
+    with_system = replace(CONVERSATIONS, turns=(*TURNS, *WITH_SYSTEM))
+    requests = [one for seed in range(5) for one in plan_requests(seed, SHAPE, TEXT, ANSWERED, with_system)]
+    sampled = [one for one in requests if one.kind == "sampled"]
+    chats = [one for one in sampled if one.messages]
+    assert sum(bool(one.messages) for one in sampled) == pytest.approx(len(sampled) / 4, abs=5)
+    assert all(one.temperature and one.seed is not None for one in chats)
+    assert all(one.prompt == tuple(encode_chat(one.messages)) for one in chats)
+    roles = {tuple(role for role, _ in one.messages) for one in requests if one.messages}
+    assert roles == {*TURNS, *WITH_SYSTEM}
+    assert {roles[0] for one in planned() if (roles := [role for role, _ in one.messages])} == {"user"}
 
 
 def test_kinds_that_cannot_be_asked_for_are_left_out():
@@ -109,7 +124,8 @@ def test_answers_have_the_mean_that_rates_are_computed_from():
         longest = max(len(request.prompt) for request in block)
         requests += [one for one in block if not one.may_end_early and len(one.prompt) < longest]
     lengths = [request.output_len for request in requests]
-    assert min(lengths) == 8 and max(lengths) == 200
+    # Each of a block's requests has a stratum of the logarithms, and the one of the longest may be left out.
+    assert min(lengths) == 8 and 200 * (8 / 200) ** (2 / len(planned())) < max(lengths) <= 200
     # A log-uniform length has a variance of (b² - a²) / (2 ln(b/a)) - mean²; lengths are rounded down.
     deviation = math.sqrt((200**2 - 8**2) / (2 * math.log(200 / 8)) - MEAN_ANSWER**2)
     assert fmean(lengths) == pytest.approx(MEAN_ANSWER, abs=0.5 + 5 * deviation / math.sqrt(len(lengths)))
@@ -197,7 +213,7 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
 
 def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
     for seed in range(10):
-        sampled = [request for request in planned(seed) if request.kind == "sampled"]
+        sampled = [one for one in planned(seed) if one.kind == "sampled" and not one.messages]
         drawn = Counter((request.prompt, request.seed, request.temperature) for request in sampled)
         assert sorted(drawn.values(), reverse=True)[:2] == [2, 1]
         prompts = Counter(prompt for prompt, _, _ in drawn)

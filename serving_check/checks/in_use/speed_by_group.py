@@ -1,0 +1,104 @@
+"""Which requests of a load as in use are slow although most are not: those of one kind, or with long prompts.
+
+A median over all requests hides them. Not for what all requests share: that is `speed.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ...evidence.in_use import BlockInUse
+
+ERROR = 0.02
+"""The chance that a group whose median ratio is exactly the bound fails. A sound server fails only if all of
+six requests, or nearly all of more, take so much longer by chance. If one in five does, one in 15,000 groups
+is slow."""
+SHORTEST = 64
+"""Tokens: prompts are compared that are longer than so many, twice as many, and so on."""
+KINDS = {
+    "greedy": "greedy completions",
+    "sampled": "sampled requests",
+    "chat": "chats",
+    "stop": "requests with stop strings",
+    "end": "requests that end by the end-of-sequence token",
+    "logprobs": "requests with log-probabilities",
+}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One that both sides answered."""
+
+    kind: str
+    prompt_tokens: int
+    ratio: float
+    """Of a latency, artifact over baseline."""
+
+
+@dataclass(frozen=True)
+class SlowGroup:
+    name: str
+    ratio: float
+    """Its median."""
+
+
+def slow_groups(blocks: Sequence[BlockInUse], figure: str, allowance: float, most: float) -> list[SlowGroup]:
+    """The groups whose median ratio is surely above `most`: all kinds, and the shortest of long prompts.
+
+    figure: `ttfts` or `tpots`; allowance: seconds, added to both sides before dividing
+    """
+    requests = list(_requests(blocks, figure, allowance))
+    found = [
+        SlowGroup(words, median(ratios))
+        for kind, words in KINDS.items()
+        if _is_slow(ratios := _of(requests, _is_of_kind(kind)), most)
+    ]
+    longest = max((request.prompt_tokens for request in requests), default=0)
+    for tokens in (SHORTEST << power for power in range(max(0, (longest // SHORTEST).bit_length()))):
+        if _is_slow(ratios := _of(requests, _is_longer_than(tokens)), most):
+            return [
+                *found,
+                SlowGroup(f"requests with prompts of more than {tokens:,} tokens", median(ratios)),
+            ]
+    return found
+
+
+def _requests(blocks: Sequence[BlockInUse], figure: str, allowance: float) -> Iterator[_Request]:
+    for block in blocks:
+        if block.artifact is None or block.baseline is None or not block.kinds:
+            continue
+        ours, theirs = getattr(block.artifact, figure), getattr(block.baseline, figure)
+        for kind, tokens, our, their in zip(block.kinds, block.prompt_tokens, ours, theirs, strict=True):
+            if our is not None and their:
+                yield _Request(kind, tokens, (our + allowance) / (their + allowance))
+
+
+def _of(requests: Sequence[_Request], holds: Callable[[_Request], bool]) -> list[float]:
+    return sorted(request.ratio for request in requests if holds(request))
+
+
+def _is_of_kind(kind: str) -> Callable[[_Request], bool]:
+    return lambda request: kind in request.kind.split()
+
+
+def _is_longer_than(tokens: int) -> Callable[[_Request], bool]:
+    return lambda request: request.prompt_tokens > tokens
+
+
+def _is_slow(ratios: Sequence[float], most: float) -> bool:
+    """Whether the lower limit of their median is above `most`: an order statistic, sorted as they are."""
+    rank = lower_rank(len(ratios))
+    return rank is not None and ratios[rank] > most
+
+
+def lower_rank(count: int) -> int | None:
+    """The index of the largest of `count` sorted values that is above their true median with a chance of
+    `ERROR` at most; None if not even the lowest is. How many are below it is binomial (Thompson, 1936)."""
+    chance, rank = 0.0, None
+    for index in range(count):
+        chance += math.comb(count, index) / 2**count
+        if chance > ERROR:
+            break
+        rank = index
+    return rank
