@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ IMPORTED_ONCE = (
     "transformers.generation.utils",
 )
 """What every family's process would import by itself."""
+EXPERT = re.compile(r"(?P<layer>.+\.)experts\.\d+\.(?P<projection>\w+)\.weight$")
 EQUAL, DIFFERENT, ANSWERS = "same tokens", "other tokens", "answers, not compared"
 
 
@@ -128,7 +130,7 @@ def quantized(folder: Path, artifact: Path) -> str:
     missing = [
         name
         for name, tensor in source.tensors.items()
-        if name not in made.tensors and not covered(name, len(tensor.shape), modules)
+        if name not in made.tensors and not covered(name, len(tensor.shape), [*modules, *made.tensors])
     ]
     return f"loses {len(missing)} tensors, {missing[0]} first" if missing else "quantized"
 
@@ -145,31 +147,69 @@ def stored(artifact: Path) -> dict[str, StoredWeight]:
     return dict(convention_of(checkpoint).modules(checkpoint))
 
 
-def covered(name: str, dimensions: int, modules: dict[str, StoredWeight]) -> bool:
-    """Whether a source tensor is one of the artifact's weights, or stacked weights of experts."""
+def covered(name: str, dimensions: int, made: list[str]) -> bool:
+    """Whether a source tensor is one of the artifact's weights, or stacked weights or biases of experts."""
     module = name.removesuffix(".weight")
     parent = module.rpartition(".")[0] + "."
-    return module in modules or (dimensions == 3 and any(other.startswith(parent) for other in modules))
+    is_stacked = dimensions == 3 or (dimensions == 2 and name.endswith("_bias"))
+    return module in made or (is_stacked and any(other.startswith(parent) for other in made))
 
 
 def dequantized(source: Path, artifact: Path, folder: Path) -> Path | None:
-    """The artifact as plain weights in the source's own names; None where a weight has another name there."""
+    """The artifact as plain weights in the source's own names; None where a weight has no place there."""
     modules = {name: weight for name, weight in stored(artifact).items() if weight.is_quantized}
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= load_file(file)
-    for module, weight in modules.items():
-        name = f"{module}.weight"
-        if name not in tensors:
-            return None
-        made = weight.read()
-        tensors[name] = made.dequantize(torch.float32).contiguous()  # type: ignore[union-attr]
+    plain = {
+        f"{module}.weight": weight.read().dequantize(torch.float32)  # type: ignore[union-attr]
+        for module, weight in modules.items()
+    }
+    experts = {name: value for name, value in plain.items() if name not in tensors}
+    tensors |= {name: value.contiguous() for name, value in plain.items() if name in tensors}
+    stacked = restacked(experts, tensors)
+    if stacked is None:
+        return None
+    tensors |= stacked
     folder.mkdir()
     save_file({name: plain.contiguous() for name, plain in tensors.items()}, folder / "model.safetensors")
     for name in ("config.json", "generation_config.json"):
         if (source / name).is_file():
             shutil.copy(source / name, folder)
     return folder
+
+
+def restacked(
+    experts: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """Weights [N, K] of single experts as the source stacks them; None where it has no such tensor.
+
+    Families stack gate and up one above the other or row by row, and some transpose them: the arrangement is
+    the one that is nearest to the source, of which these weights are roundings.
+    """
+    layers: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name, weight in experts.items():
+        found = EXPERT.match(name)
+        if found is None:
+            return None
+        layers.setdefault(found["layer"], {}).setdefault(found["projection"], []).append(weight)
+    made = {}
+    for layer, projections in layers.items():
+        down = torch.stack(projections.pop("down_proj"))
+        first = [torch.stack(weights) for _, weights in sorted(projections.items())]
+        for forms in ([down], [torch.cat(first, 1), torch.stack(first, 2).flatten(1, 2)]):
+            nearest = [
+                ((source.float() - form).norm().item(), name, form)
+                for name, source in tensors.items()
+                if name.startswith(layer) and source.ndim == 3
+                for form in (*forms, *(form.transpose(1, 2) for form in forms))
+                if form.shape == source.shape
+            ]
+            if not nearest:
+                return None
+            _, name, form = min(nearest, key=lambda found: found[0])
+            made[name] = form.contiguous()
+    return made
 
 
 def served(folder: Path, reference: Path | None, prompts: Sequence[list[int]]) -> str:
