@@ -58,6 +58,8 @@ def _lines(shown: Inspection) -> Iterator[tuple[str, str]]:
         f"{shown.weight_nbytes:,} bytes in {shown.shards} {'shard' if shown.shards == 1 else 'shards'}",
     )
     yield "KV cache", shown.kv_cache
+    if shown.state_bytes:
+        yield "states", f"{shown.state_bytes:,} bytes of recurrent layers for each request, however long"
     if not shown.is_artifact:
         yield "records", "none: not an artifact of Scalegate's"
         return

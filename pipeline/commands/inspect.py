@@ -55,6 +55,8 @@ class Inspection:
     shards: int
     kv_cache: str
     """How keys and values are stored while it is served, as it declares it."""
+    state_bytes: int | None
+    """What recurrent layers keep of each request while it is served; None where that is not known."""
     is_artifact: bool
     """Whether it has a manifest of ours; the fields below are empty if it has none."""
     source: str | None = None
@@ -97,6 +99,7 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
     convention = convention_of(checkpoint)
     stored = stored_weights(checkpoint)
     # Imports transformers, which publishing and verifying do without.
+    from ..model_loader.attention_shapes import state_bytes_of
     from ..model_loader.contradictions import refuse_contradictions
 
     refuse_contradictions(checkpoint)
@@ -111,6 +114,7 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
         weight_nbytes=checkpoint.nbytes,
         shards=len(checkpoint.shards),
         kv_cache=declared_kv_format(checkpoint),
+        state_bytes=state_bytes_of(checkpoint),
         is_artifact=False,
     )
     if checkpoint.manifest is not None:

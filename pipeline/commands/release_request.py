@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
+
 from ...base.batch_invariance import TUNED, BatchInvariance
 from ...base.errors import UserError
 from ...base.option_fields import flag, from_given, given_of
@@ -17,6 +19,7 @@ from ...serving_check.evidence.coded_load import default_input_len
 from ...serving_check.gate.policy import declared_by, weaker_settings
 from ...serving_check.settings import Bounds, WorkloadSettings
 from ..checkpoints.checkpoint import Checkpoint
+from ..machine.device import resolve_device
 from ..model_loader.attention_shapes import refuse_unserved
 from ..publishing.options import PublishOptions
 from ..quantization.options import QuantizeOptions
@@ -111,7 +114,8 @@ def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
     would say so after hours of quantizing."""
     validation, workload = request.validation, request.workload
     if DEFAULT_ENGINE in (validation.engine, validation.engine_of_baseline):
-        refuse_unserved(source, request.engine.max_model_len or workload.input_len + workload.output_len)
+        length = request.engine.max_model_len or workload.input_len + workload.output_len
+        refuse_unserved(source, length, torch.device(resolve_device(request.device or AUTO)))
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:

@@ -1,4 +1,4 @@
-"""The attention layers of a checkpoint as they are served, known without any of its weights."""
+"""The attention layers and states of a checkpoint as they are served, known without any of its weights."""
 
 from dataclasses import replace
 
@@ -8,7 +8,14 @@ from torch import nn
 from ...base.errors import UserError
 from ...base.log import logger
 from ...layouts.modules.experts import is_experts
-from ...serving_check.engine.attention import AttentionLayer, attention_layers, context_length
+from ...serving_check.engine.attention import (
+    AttentionLayer,
+    ServedLayers,
+    context_length,
+    refuse_states_on_gpu,
+    served_layers,
+)
+from ...serving_check.engine.state_layers import keeps_a_state
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from .merge_groups import no_experts
@@ -19,24 +26,44 @@ def attention_layers_of(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
 ) -> dict[int, AttentionLayer]:
     """By layer index, the layer's storage on `device`. UserError for a model that cannot be served."""
+    return served_layers_of(checkpoint, dtype, device).attention
+
+
+def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> ServedLayers:
+    """What its layers keep on `device`. UserError for a model that cannot be served."""
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
     _skip_experts(model)
-    layers = attention_layers(model)
-    return {index: replace(layer, shape=layer.shape.on(device)) for index, layer in layers.items()}
+    found = served_layers(model)
+    layers = found.attention.items()
+    return replace(
+        found, attention={index: replace(layer, shape=layer.shape.on(device)) for index, layer in layers}
+    )
 
 
-def refuse_unserved(checkpoint: Checkpoint, length: int) -> None:
+def state_bytes_of(checkpoint: Checkpoint) -> int | None:
+    """Bytes that recurrent layers keep of each request: 0 without such layers, None if not known."""
+    try:
+        model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
+        if not any(keeps_a_state(module) for module in model.modules()):
+            return 0
+        return served_layers_of(checkpoint, None, torch.device("cpu")).state_bytes
+    except UserError as error:
+        logger.debug(f"the state of {checkpoint.source} is not known: {error}")
+        return None
+
+
+def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -> None:
     """UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
-    length: tokens of a request, prompt and answer
+    length: tokens of a request, prompt and answer; device: on which it would be served
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
     context_length(model, min(length, checkpoint.context or length))
     try:
         with torch.device("meta"):
             _skip_experts(model)
-            attention_layers(model)
+            refuse_states_on_gpu(type(model).__name__, served_layers(model), device)
     except UserError:
         raise
     except Exception as error:

@@ -23,7 +23,7 @@ from ..checkpoints.decoded_tensors import DecodedTensor
 from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype
-from ..model_loader.attention_shapes import attention_layers_of
+from ..model_loader.attention_shapes import served_layers_of
 
 SHARE_OF_FREE = 0.92
 """Of the memory that is free, for all servers on a GPU together."""
@@ -170,12 +170,12 @@ def _own_pool_bytes(side: Side) -> int:
     options = side.options
     kv_format = KV_FORMATS[kv_cache_of(side.checkpoint, options.kv_cache_dtype).kv_format]
     device = torch.device("cuda")
-    layers = attention_layers_of(side.checkpoint, resolve_dtype(options.dtype), device)
+    layers = served_layers_of(side.checkpoint, resolve_dtype(options.dtype), device)
     page_size = options.page_size or kv_format.page_size(device)
-    page_bytes, row_bytes = stored_bytes(layers, kv_format, page_size)
+    page_bytes, row_bytes = stored_bytes(layers.attention, kv_format, page_size)
     # Page 0 and the last row are for padding.
     pages, rows = (options.kv_cache_tokens or 0) // page_size + 1, options.max_num_seqs + 1
-    return pages * page_bytes + rows * row_bytes
+    return pages * page_bytes + rows * (row_bytes + layers.state_bytes)
 
 
 def _share_of_16_bits(kv_cache_dtype: str) -> float:

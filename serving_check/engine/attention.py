@@ -330,8 +330,6 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
             logits_to_keep=1,
             paged=observer,
         )
-    if states.shapes and model.device.type == "cuda":
-        raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
     count = config.num_hidden_layers
     served = _served(config, count, set(observer.layers), {key.layer for key in states.shapes})
     if served != count:
@@ -341,7 +339,15 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
         )
     for index, module in observer.modules.items():
         module.register_buffer(LAYER_INDEX, torch.tensor(index, device="cpu"), persistent=False)
-    return ServedLayers(observer.layers, states.shapes)
+    found = ServedLayers(observer.layers, states.shapes)
+    refuse_states_on_gpu(architecture, found, model.device)
+    return found
+
+
+def refuse_states_on_gpu(architecture: str, layers: ServedLayers, device: torch.device) -> None:
+    """UserError if layers have states, and the device is a GPU."""
+    if layers.states and device.type == "cuda":
+        raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
 
 
 def _served(config: Any, count: int, attending: set[int], with_states: set[int]) -> int:

@@ -11,6 +11,7 @@ from scalegate.base.errors import UserError
 from scalegate.pipeline.cli.inspect import command
 from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.records.artifact import Artifact, record_files
+from transformers import AutoConfig, AutoModelForCausalLM
 
 N, K, GROUP = 256, 512, 128
 
@@ -107,3 +108,22 @@ def test_a_broken_foreign_checkpoint_is_one_message(foreign, tmp_path):
     result = CliRunner().invoke(command, [str(copy)])
     assert result.exit_code == 2
     assert "config.json" in result.output
+
+
+def test_states_of_recurrent_layers_are_counted_for_each_request(tmp_path, example_checkpoint):
+    config = AutoConfig.for_model(
+        "lfm2",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    # Two convolutions of 64 channels keep all but one of conv_L_cache inputs, in bfloat16.
+    assert inspect(tmp_path).state_bytes == 2 * 64 * (config.conv_L_cache - 1) * 2
+    assert inspect(example_checkpoint).state_bytes == 0
+    shown = CliRunner().invoke(command, [str(tmp_path)])
+    assert "512 bytes of recurrent layers for each request" in shown.output

@@ -9,6 +9,7 @@ from scalegate.base.errors import UserError
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.release import command
 from scalegate.pipeline.commands import release as release_module
+from scalegate.pipeline.commands import release_request
 from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
@@ -244,14 +245,29 @@ def test_a_card_that_the_hub_refuses_is_named_before_anything_is_made(
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_our_engine_cannot_serve_is_said_before_anything_is_made(tmp_path, dry_run):
-    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 16}
-    config = AutoConfig.for_model("mamba", **sizes, max_position_embeddings=4096)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
-    words = [tmp_path / "source", "--to", f"folder:{tmp_path / 'target'}", "--work", tmp_path / "work"]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("rwkv", **sizes, context_length=4096)
+    output = refused(config, tmp_path, dry_run)
+    assert "the embedded engine cannot serve RwkvForCausalLM" in output
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_that_states_are_not_served_on_a_gpu_is_said_before_anything_is_made(tmp_path, dry_run, monkeypatch):
+    monkeypatch.setattr(release_request, "resolve_device", lambda device: "cuda")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    layers = {"num_hidden_layers": 2, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    output = refused(AutoConfig.for_model("lfm2", **sizes, **layers), tmp_path, dry_run)
+    assert "Lfm2ForCausalLM: layers with a recurrent state are served on a CPU only" in output
+
+
+def refused(config, folder, dry_run):
+    """What `release` says of a random model with this config."""
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "source")
+    words = [folder / "source", "--to", f"folder:{folder / 'target'}", "--work", folder / "work"]
     found = CliRunner().invoke(command, [*map(str, words), *(["--dry-run"] if dry_run else [])])
     assert found.exit_code == 2, found.output
-    assert "the embedded engine cannot serve MambaForCausalLM" in found.output
-    assert not (tmp_path / "work").exists()
+    assert not (folder / "work").exists() and not (folder / "target").exists()
+    return found.output
 
 
 def test_a_dry_run_says_what_is_made_measured_and_published_and_does_nothing(tiny_checkpoint, tmp_path):

@@ -11,8 +11,8 @@ from transformers import (
     FalconConfig,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     Qwen3Config,
+    RwkvConfig,
 )
 
 VOCABULARY = 256
@@ -257,7 +257,7 @@ def test_a_context_longer_than_the_models_is_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1), "MambaForCausalLM: "),
+        (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "RwkvForCausalLM: it keeps a"),
         (
             FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1),
             "FalconForCausalLM: its attention",
