@@ -47,7 +47,9 @@ def _four_bits(
     parts = {part: tensors[f"{name}.{part}"] for part in BESIDE if f"{name}.{part}" in tensors}
     codes, shape = tensors.get(name), _shape_of(said)
     if codes is None or shape is None or not {"absmax", "quant_map"} <= parts.keys():
-        raise UserError(f"{source}: {name} is no {METHOD} weight: a part of it is missing; download it again")
+        raise UserError(
+            f"{source}: {name} is not a {METHOD} weight: a part of it is missing; download it again"
+        )
     numbers, said_dtype = codes.nbytes * 2, said.get("dtype")
     if numbers != shape[0] * shape[1] or shape[1] % 2 or said_dtype not in DTYPES:
         raise UserError(

@@ -42,7 +42,7 @@ def download_checkpoint(
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"{repo_id} is not on the Hub, or is private, and it is no folder here; "
+            f"{repo_id} is not on the Hub, or is private, and there is no such folder here; "
             "check the spelling, or log in with `hf auth login` if it is private"
         ) from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:

@@ -47,7 +47,10 @@ def adopt(
     """
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; download the checkpoint: its manifest is written into it")
+        raise UserError(
+            f"{folder} is not a folder here; download the checkpoint first, since its manifest is written "
+            "into it"
+        )
     if (folder / MANIFEST_NAME).exists():
         raise UserError(f"{folder} has a {MANIFEST_NAME} already; remove it to adopt the checkpoint again")
     ours = replace(open_checkpoint(str(folder)), as_released=True)

@@ -98,7 +98,8 @@ def _require_artifact(first: Checkpoint) -> None:
     """UserError if a comparison cannot be saved for the card of `first`."""
     if first.revision is not None or first.manifest is None:
         raise UserError(
-            f"--card saves the comparison in the folder of the first model, and {first.source} is no folder "
+            f"--card saves the comparison in the folder of the first model, but {first.source} is not a "
+            "folder "
             "of an artifact; leave --card out, or name an artifact that `pipeline quantize` or "
             "`pipeline adopt` made"
         )

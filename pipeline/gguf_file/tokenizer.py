@@ -29,7 +29,7 @@ def write_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int)
     if model.get("type") != "BPE" or cut is None:
         kind = model.get("type")
         raise UserError(
-            f"{checkpoint.source}: its tokenizer ({kind}) is no byte-level BPE with a pre-tokenizer that "
+            f"{checkpoint.source}: its tokenizer ({kind}) is not a byte-level BPE with a pre-tokenizer that "
             "llama.cpp knows; convert the model with llama.cpp's convert_hf_to_gguf.py"
         )
     tokens = {index: text for text, index in model["vocab"].items()}

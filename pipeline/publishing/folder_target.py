@@ -73,7 +73,7 @@ def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
         return {}
     if MANIFEST_NAME not in names:
         raise UserError(
-            f"{directory} holds other files ({min(names)}, …) and no {MANIFEST_NAME}, so it is no release "
+            f"{directory} holds other files ({min(names)}, …) and no {MANIFEST_NAME}, so it is not a release "
             "of ours and is left alone; give another folder"
         )
     ours = {*Artifact.read(directory).files, MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, CARD_NAME}
@@ -86,7 +86,7 @@ def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
     strange = sorted(name for name in names if file_refusal(directory, name) is not None)
     if strange:
         raise UserError(
-            f"{directory} holds {strange[0]!a}, {file_refusal(directory, strange[0])}, so it is no "
+            f"{directory} holds {strange[0]!a}, {file_refusal(directory, strange[0])}, so it is not a "
             "release of ours and is left alone; give another folder"
         )
     return {name: ((directory / name).stat().st_size, sha256_of(directory / name)) for name in names}

@@ -214,7 +214,7 @@ def _checked(value: dict[str, Any], path: Path) -> Artifact:
     else:
         return artifact
     problem = problem if problem.isprintable() else ascii(problem)
-    raise UserError(f"{path} is no manifest of Scalegate's: {problem}; quantize again to remake it")
+    raise UserError(f"{path} is not a manifest of Scalegate's: {problem}; quantize again to remake it")
 
 
 OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, "README.md"}

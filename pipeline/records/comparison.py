@@ -125,7 +125,7 @@ def read_comparison(folder: Path, bytes_digest: str) -> Comparison | None:
     try:
         found = _COMPARISON.validate_python(read_json_object(path))
     except ValidationError as error:
-        raise UserError(f"{path} is no comparison of Scalegate's; delete it, or compare again") from error
+        raise UserError(f"{path} is not a comparison of Scalegate's; delete it, or compare again") from error
     return found if found.bytes_digest == bytes_digest else None
 
 

@@ -29,7 +29,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
     """
     shown = repr(pattern if len(pattern) <= 100 else pattern[:97] + "...")
     if len(pattern) > MAX_PATTERN:
-        raise UserError(f"{shown} is no valid expression here: it has more than {MAX_PATTERN} characters")
+        raise UserError(f"{shown} is not a valid expression: it has more than {MAX_PATTERN} characters")
     try:
         expression = re.compile(pattern)
         ways = _ways(parser.parse(pattern))

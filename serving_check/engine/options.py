@@ -100,7 +100,8 @@ class EngineOptions:
 
     @property
     def kv_format(self) -> str:
-        """The name in `KV_FORMATS`. `auto` is unquantized, unless a checkpoint has replaced it before."""
+        """The name in `KV_FORMATS`. `auto` means unquantized here: the format that a checkpoint declares "
+        "has already replaced it."""
         return UNQUANTIZED if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:

@@ -100,7 +100,7 @@ class _HubTexts:
         dataset, configuration = "/".join([owner, *more[:1]]), more[1] if len(more) > 1 else None
         named = [owner, *more, *([revision] if at else [])]
         if not all(named) or len(parts) > 2:
-            raise UserError(f"{source!r} is no name of a data set on the Hub; write it as {HUB_FORM}")
+            raise UserError(f"{source!r} is not the name of a data set on the Hub; write it as {HUB_FORM}")
         split, column = [*parts, "", ""][:2]
         return cls(dataset, configuration, revision or None, split or "train", column or "text")
 

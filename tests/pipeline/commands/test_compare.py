@@ -109,5 +109,5 @@ def test_the_command_keeps_it_for_the_card(artifacts: dict[str, Path]) -> None:
     assert read_comparison(folder, "another digest") is None
     assert Artifact.read(folder).changed_files(folder) == []
     (folder / COMPARISON_NAME).write_text('{"tokens": 1}')
-    with pytest.raises(UserError, match="no comparison of Scalegate's"):
+    with pytest.raises(UserError, match="not a comparison of Scalegate's"):
         read_comparison(folder, digest)

@@ -179,7 +179,7 @@ def test_a_part_that_is_absent_is_named(mxfp4_source: Source) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"{next(iter(meant))}_scales"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"_blocks .* is no MXFP4"):
+    with pytest.raises(UserError, match=r"_blocks .* is not MXFP4"):
         open_checkpoint(folder)
 
 

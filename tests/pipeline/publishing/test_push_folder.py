@@ -68,7 +68,7 @@ def test_other_content_is_left_alone(artifact, tmp_path, name):
     release = tmp_path / "release"
     release.mkdir()
     (release / name).write_text("precious")
-    with pytest.raises(UserError, match="no release of ours"):
+    with pytest.raises(UserError, match="not a release of ours"):
         push(artifact, f"folder:{release}")
     assert content(release) == {name: b"precious"}
 

@@ -289,7 +289,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tiny_llama: Path, tmp_path: Path
     (folder / "tokenizer.json").write_text(
         json.dumps({"model": model, "pre_tokenizer": {"type": "Metaspace"}})
     )
-    with pytest.raises(UserError, match=r"its tokenizer .* is no byte-level BPE"):
+    with pytest.raises(UserError, match=r"its tokenizer .* is not a byte-level BPE"):
         write_gguf(open_checkpoint(folder), tmp_path / "no.gguf", progress=False)
     assert not (tmp_path / "no.gguf").exists()
 
