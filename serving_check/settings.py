@@ -83,7 +83,7 @@ class WorkloadSettings:
     )
     profile: str | None = option(
         None,
-        "Also measure requests as long as those of a service, prompts and decoding apart.",
+        "Also measure requests with the lengths of a real service; judge prefill and decoding separately.",
         choices=lambda: PROFILES,
         unless_given="the recipe's, if any",
     )

@@ -63,7 +63,7 @@ class PlainPages:
     def of(self, host: HostMetadata, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Spans for `widen_kvarn`, a block table of their indices, and tiles; int32.
 
-        num_tokens: of the step, with padding
+        num_tokens: tokens of the step, padding included
         """
         if self._on_device is None or host is not self._host:
             self._host = host
