@@ -51,12 +51,43 @@ def log_probabilities(artifact: str, prompts: list[list[int]]) -> list[list[floa
     ]
 
 
+def multiply_experts_without_amx() -> None:
+    """vLLM multiplies INT4 experts on a CPU with AMX only. Without AMX, vLLM still loads them and dequantizes
+    them as for its emulation on GPUs, and they are multiplied here, one after another."""
+    import torch
+    from torch.nn.functional import gelu, silu
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.int4_emulation_moe import Int4EmulationTritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+
+    if torch.cpu._is_amx_tile_supported():
+        return
+
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, **_: object) -> None:
+        gated = {
+            MoEActivation.SILU: silu,
+            MoEActivation.GELU: gelu,
+            MoEActivation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+        }[activation]
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = (hidden_states[tokens] @ w1[expert].T).chunk(2, dim=-1)
+            weighted = (gated(gate) * up) @ w2[expert].T * topk_weights[tokens, slots, None]
+            output.index_add_(0, tokens, weighted.to(output.dtype))
+
+    Int4EmulationTritonExperts.apply = apply
+    Int4EmulationTritonExperts._supports_current_device = staticmethod(lambda: True)
+    int_wna16._get_priority_backends = lambda: [int_wna16.WNA16MoEBackend.EMULATION]
+
+
 def main() -> None:
     given, out = sys.argv[1:]
     import vllm
 
     for name in IMPORTED:
         importlib.import_module(name)
+    multiply_experts_without_amx()
     for artifact, prompts in json.loads(Path(given).read_text()).items():
         child = os.fork()
         if child == 0:
