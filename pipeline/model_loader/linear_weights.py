@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Interleave, MergeModulelist, Transpose
+from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
 
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
@@ -214,16 +214,19 @@ def _fused_experts(
     operations = list(assignment.converter.operations) if assignment.converter else []
     transposed = _is_transposed(checkpoint, assignment, owner)
     known = len(checkpoint.tensors[name].shape) == 3 and leaf in EXPERT_PARAMETERS
-    if not known or any(not isinstance(operation, Transpose) for operation in operations):
+    turns = any(isinstance(op, Interleave) and op.dim == 1 and not op.inverse for op in operations)
+    alone = _stacked_alone(assignment, name)
+    if not known or not (alone or turns or all(isinstance(op, Transpose) for op in operations)):
         return [LinearWeight(name, name, name, UNKNOWN, first, second)]
     n, k = (second, first) if transposed else (first, second)
     prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{_as_stored(owner_name, name)}."
-    single, interleaved = _single_expert_names(model, assignment.target), False
-    if not single and leaf == GATE_UP:
+    single = [alone] if alone else _single_expert_names(model, assignment.target)
+    interleaved = False
+    if leaf == GATE_UP and (turns or not single):
         order = gate_up_order(owner)
-        if order is None:
+        if order is None or (turns and (order == INTERLEAVED or len(operations) > 1)):
             return [LinearWeight(name, name, name, UNKNOWN, first, second)]
-        single, interleaved = [GATE, UP], order == INTERLEAVED
+        single, interleaved = single or [GATE, UP], turns or order == INTERLEAVED
     single = single or [leaf]
     if n % len(single):
         raise UserError(
@@ -239,6 +242,18 @@ def _fused_experts(
         for expert in range(experts)
         for projection, its_rows in zip(single, rows, strict=True)
     ]  # fmt: skip
+
+
+def _stacked_alone(assignment: Assignment, name: str) -> str | None:
+    """The projection of all experts that the tensor `name` holds, where gate and up are tensors of their own;
+    None where they are not."""
+    converter = assignment.converter
+    if converter is None or len(converter.operations) != 1:
+        return None
+    [operation] = converter.operations
+    if not isinstance(operation, Concatenate) or operation.dim != 1:
+        return None
+    return next((part for part in (GATE, UP) if part in name.split(".")), None)
 
 
 def _as_stored(module: str, tensor: str) -> str:

@@ -11,12 +11,14 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
+from scalegate.pipeline.model_loader import weight_map
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe, Rule
 from scalegate.pipeline.validation.weights import compare_weights
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Concatenate, Interleave, WeightConverter
 
 SIZES = {
     "vocab_size": 64,
@@ -160,6 +162,33 @@ def test_biases_go_with_the_experts_that_they_belong_to(tmp_path: Path) -> None:
     quantize(source, kept, tmp_path / "kept", progress=False)
     whole = load_file(tmp_path / "kept" / "model.safetensors")
     assert torch.equal(whole[f"{prefix}gate_up_proj_bias"], before[f"{prefix}gate_up_proj_bias"])
+
+
+@pytest.mark.parametrize("form", ["by turns", "apart"])
+def test_gate_and_up_are_found_where_transformers_rearranges_them(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Inkling 2 and Step 3.7 store them: their rows by turns, or a tensor for each."""
+    source = make(tmp_path / "source", "qwen3_moe")
+    fuse(source)
+    quantize(source, RECIPE, tmp_path / "fused", progress=False)
+    path, experts = source / "model.safetensors", "model.layers.0.mlp.experts."
+    tensors = load_file(path)
+    gate, up = tensors.pop(f"{experts}gate_up_proj").chunk(2, dim=1)
+    if form == "by turns":
+        tensors[f"{experts}w13_weight"] = torch.stack([gate, up], dim=2).flatten(1, 2)
+        names, operation = ["experts.w13_weight"], Interleave(dim=1)
+    else:
+        tensors |= {f"{experts}gate_proj.weight": gate, f"{experts}up_proj.weight": up}
+        names, operation = ["experts.gate_proj.weight", "experts.up_proj.weight"], Concatenate(dim=1)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    rule = WeightConverter(names, "experts.gate_up_proj", operations=[operation])
+    for place in (conversion_mapping, weight_map):
+        monkeypatch.setattr(place, "get_model_conversion_mapping", lambda model: [rule])
+    quantize(source, RECIPE, tmp_path / "out", progress=False)
+    made, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "fused"))
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
 
 
 def test_experts_in_an_order_that_is_not_known_are_refused(tmp_path: Path) -> None:
