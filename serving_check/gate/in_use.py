@@ -53,9 +53,9 @@ SEED_OF_BLOCKS = 700_000
 """Of the first block, after the workload's own: prompts differ from those of the repeats."""
 PROFILE_BLOCKS = 4
 """Of a profile, on either side: limits of four have three degrees of freedom."""
-PROFILE_SHARE = 0.35
-"""Of the time until then, that a profile's requests come in: with a slower artifact, and what comes after
-them, a verdict takes less than one and a half times as long."""
+PROFILE_SHARE = 0.2
+"""Share of the time until then, in which all requests of a profile come. The last of them was answered after
+1.8 times as long on two shared cores, so a verdict takes some 1.3 times as long with a profile."""
 SEED_OF_PROFILE = SEED_OF_BLOCKS + BLOCKS
 
 
