@@ -37,6 +37,7 @@ BIAS = "_bias"
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
 
 LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", "router", "unknown"
+NOT_LINEAR = "weight, not a Linear"
 PREDICTION_HEAD = "multi-token prediction head"
 OUTSIDE_DECODER = "outside the text decoder"
 """The reason why what belongs to a tower or a projector stays as it is."""
@@ -198,7 +199,7 @@ def _linear_weights(
         if reads_weight(model.get_submodule(parent), child):
             return READ_BY_ITSELF
         return [LinearWeight(module, name, owner_name, LINEAR, *shape)]
-    return f"{type(owner).__name__} weight, not a Linear"
+    return f"{type(owner).__name__} {NOT_LINEAR}"
 
 
 def _fused_experts(

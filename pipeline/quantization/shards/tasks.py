@@ -19,6 +19,7 @@ from ...model_loader.linear_weights import (
     BIAS,
     EMBEDDING,
     LM_HEAD,
+    NOT_LINEAR,
     ROUTER,
     UNKNOWN,
     ExpertBias,
@@ -140,9 +141,8 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
-            f"{checkpoint.model_type} model ({len(linears)} linear weights), and it does not quantize keys "
-            "and "
-            "values; choose another recipe"
+            f"{checkpoint.model_type} model ({_counted(linears, weights.others)}), and it does not quantize "
+            "keys and values; choose another recipe"
         )
     quantized = {linears[module].tensor for module in chosen}
     tasks, kept = _order(checkpoint, weights, decisions)
@@ -166,6 +166,14 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
         untied,
         _own_head(linears.values()),
         _said(dict.fromkeys(adapted, BESIDE_EXPERTS) | unfit, adapted | fitted),
+    )
+
+
+def _counted(linears: Collection[str], others: Mapping[str, str]) -> str:
+    """`2 linear weights`, and what else might be taken for some: `16 × Conv1D weight, not a Linear`."""
+    unlike = Counter(kind for kind in others.values() if kind.endswith(NOT_LINEAR))
+    return ", ".join(
+        [f"{len(linears)} linear weights", *(f"{count} × {kind}" for kind, count in unlike.items())]
     )
 
 

@@ -15,6 +15,7 @@ from scalegate.pipeline.quantization.shards.tasks import make_tasks
 from scalegate.pipeline.records.recipe import Recipe, Rule
 from scalegate.pipeline.records.recipe_file import load_recipe, shipped_recipes
 from scalegate.tests.pipeline.quantization.tiny_families import make_text
+from transformers import GPT2Config, GPT2LMHeadModel
 
 LAYER = "model.layers.0"
 KV_RECIPES = {
@@ -282,6 +283,13 @@ def test_with_fit_nearest_a_layer_gets_the_largest_group_that_divides_k(example_
     assert tasks.specs["model.layers.0.mlp.down_proj"] == Int4(384)
     assert tasks.specs["model.layers.0.mlp.gate_proj"] == Int4(128)
     assert "× INT4 g128, zero points (K = 256 is no multiple of group size 384)" in tasks.fitted
+
+
+def test_a_model_without_linear_layers_is_told_what_it_has_instead(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    said = message(lambda: make_tasks(open_checkpoint(tmp_path), Recipe("r", spec=Int4(32))))
+    assert "4 × Conv1D weight, not a Linear" in said
 
 
 def test_with_fit_nearest_experts_and_what_is_beside_them_have_no_zero_points(tmp_path: Path) -> None:
