@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .device import compute_capability
+from .device import compute_capability, keeps_sums_in_registers
 from .triton_imports import tl, triton
 
 SPLIT_UNIT = 256
@@ -70,13 +70,15 @@ FLOAT32_TILE = Tile(16, 64, 32, 2, 4)
 """Of fp32, which no matrix unit multiplies exactly: right, and not fast."""
 
 
-def tile_for(m: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile for m rows of x and a weight [n, k]: it affects the speed, but no bit."""
+def tile_for(m: int, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+    """The tile for m rows of x and a weight [n, k]: it decides the speed, and no bit."""
     if dtype == torch.float32:
         return FLOAT32_TILE
+    # The last has more sums than registers, where these hold operands as well.
+    tiles = TILES[:-1] if keeps_sums_in_registers(capability) else TILES
     index = next((i for i, rows in enumerate(TILE_ROWS) if m <= rows), len(TILE_ROWS))
     few = triton.cdiv(n, SPLIT_TILE) * splits_of(n, k) <= SLOTS
-    return DEEP_TILES[index] if few and index < len(DEEP_TILES) else TILES[index]
+    return DEEP_TILES[index] if few and index < len(DEEP_TILES) else tiles[min(index, len(tiles) - 1)]
 
 
 @lru_cache(maxsize=4096)
@@ -204,14 +206,15 @@ def invariant_matmul(x: Tensor, weight: Tensor, semaphores: Tensor, tile: Tile |
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return y
-    tile = tile or tile_for(m, n, k, x.dtype)
+    capability = compute_capability(x.device)
+    tile = tile or tile_for(m, n, k, x.dtype, capability)
     splits = splits_of(n, k)
     sequential = splits > 1 and m > MAX_SPLIT_ROWS
     own = splits if not sequential else 1
     tiles_m, tiles_n = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
     scratch = tiles_m * tiles_n * tile.bm * tile.bn * splits if own > 1 else 1
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
-    pdl = compute_capability(x.device) >= (9, 0)
+    pdl = capability >= (9, 0)
     form = Form(
         split_k=splits > 1,
         sequential=sequential,

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..device import compute_capability, keeps_sums_in_registers
 from ..triton_imports import tl, triton
 from .options import AttentionOptions
 
@@ -309,8 +310,10 @@ def prefill_attention(
         precision="tf32x3" if q.element_size() == 4 else "tf32",
         by_length=by_length,
     )
+    # For two programs to an SM, where that costs no spilled registers.
+    capped = rows == MANY_ROWS and not keeps_sums_in_registers(compute_capability(q.device))
     _attend_tiles[(kv_heads, 1 if by_length else TILE // tokens, len(tiles))](
         q, key_pages, value_pages, block_table, tiles, options.key_scale, options.value_scale, options.sinks,
         out, options.scale_log2, options.softcap_log2, options.window, block_table.stride(0), form,
-        num_warps=8 if rows == MANY_ROWS else 4, num_stages=2, maxnreg=128 if rows == MANY_ROWS else None,
+        num_warps=8 if rows == MANY_ROWS else 4, num_stages=2, maxnreg=128 if capped else None,
     )  # fmt: skip

@@ -223,6 +223,7 @@ def grouped_matmul(
     packed_grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
         x, words, scale_words, factor, bias, y, routing.assignments, routing.block_expert, routing.count,
         n, k, x.stride(0), scale_words.shape[2], k_tiles, decoder, form,
-        num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
+        num_warps=tile.warps_on(capability, routing.block_rows), num_stages=tile.stages_on(capability),
+        launch_pdl=pdl,
     )  # fmt: skip
     return y

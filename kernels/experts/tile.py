@@ -5,6 +5,8 @@ Nothing compiles for a new number of tokens: each bucket has one form.
 
 from dataclasses import dataclass
 
+from ..device import keeps_sums_in_registers
+
 ROWS_PER_EXPERT = (0.25, 5.0, 10.0, 20.0, 48.0, float("inf"))
 """Upper ends of the buckets: assignments over experts."""
 BLOCK_ROWS = (8, 8, 16, 32, 64, 128)
@@ -27,7 +29,12 @@ class Tile:
 
     def stages_on(self, capability: tuple[int, int]) -> int:
         """Steps in flight for which shared memory has room: two on anything but Hopper and Blackwell."""
-        return self.stages if capability[0] in (9, 10) else 2
+        return 2 if keeps_sums_in_registers(capability) else self.stages
+
+    def warps_on(self, capability: tuple[int, int], block_rows: int) -> int:
+        """Warps of a CTA: twice as many where a thread would hold more than 64 sums beside its operands."""
+        too_many = self.n * block_rows > 64 * 32 * self.warps and keeps_sums_in_registers(capability)
+        return 2 * self.warps if too_many else self.warps
 
 
 def bucket_of(assignments: int, experts: int) -> int:

@@ -132,6 +132,7 @@ def grouped_matmul(
     grouped_kernel[(routing.blocks * triton.cdiv(n, tile.n),)](
         x, weight, bias, y, routing.assignments, routing.block_expert, routing.count,
         n, k, x.stride(0), *weight.stride(), form,
-        num_warps=tile.warps, num_stages=tile.stages_on(capability), launch_pdl=pdl,
+        num_warps=tile.warps_on(capability, routing.block_rows), num_stages=tile.stages_on(capability),
+        launch_pdl=pdl,
     )  # fmt: skip
     return y

@@ -16,6 +16,7 @@ from scalegate.kernels.invariant_matmul import (
     tile_for,
 )
 
+HOPPER, AMPERE = (9, 0), (8, 0)
 QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]
 
 
@@ -40,14 +41,19 @@ def test_few_weights_are_split_until_one_row_fills_the_gpu():
 
 def test_the_tile_follows_the_rows_and_splits_do_not():
     for n, k in QWEN3_8B:
-        assert [tile_for(m, n, k, torch.bfloat16).bm for m in (1, 8, 9, 16, 17, 64, 65, 4096)] == [
+        assert [tile_for(m, n, k, torch.bfloat16, HOPPER).bm for m in (1, 8, 9, 16, 17, 64, 65, 4096)] == [
             16, 16, 16, 16, 32, 64, 128, 256,
         ]  # fmt: skip
         for m in range(1, MAX_SPLIT_ROWS + 1):
-            tile = tile_for(m, n, k, torch.bfloat16)
+            tile = tile_for(m, n, k, torch.bfloat16, HOPPER)
             assert -(-m // tile.bm) * -(-n // tile.bn) <= semaphores_of(n), m
 
 
+def test_the_tile_with_the_most_sums_is_for_gpus_that_read_operands_from_shared_memory():
+    assert tile_for(4096, 4096, 4096, torch.bfloat16, HOPPER) == TILES[-1]
+    assert tile_for(4096, 4096, 4096, torch.bfloat16, AMPERE) == TILES[-2]
+
+
 def test_few_tiles_have_more_steps_in_flight():
-    assert tile_for(64, 4096, 4096, torch.bfloat16) in DEEP_TILES
-    assert tile_for(64, 24576, 4096, torch.bfloat16) in TILES
+    assert tile_for(64, 4096, 4096, torch.bfloat16, HOPPER) in DEEP_TILES
+    assert tile_for(64, 24576, 4096, torch.bfloat16, HOPPER) in TILES

@@ -1,0 +1,135 @@
+"""Every kernel that a server may launch compiles for Ampere and Ada GPUs, with no GPU.
+
+The list is made by starting engines and by the registry of layouts (`every_launch.py`). A kernel must fit the
+shared memory that a CTA has there, and the assembler takes nothing that its architecture does not have.
+"""
+
+import ast
+import functools
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import scalegate.kernels
+import torch
+from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+from scalegate.layouts.formats.weight_format import WeightFormat
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.hopper import HopperLayout
+from scalegate.layouts.packing.iq2_xxs import IQ2XXSLayout
+from scalegate.layouts.packing.layout import Problem
+from scalegate.tests.kernels.architectures.every_launch import record
+from scalegate.tests.kernels.architectures.pretended_gpu import GPU, Launch, pretended_gpu
+from scalegate.tests.kernels.hopper_compiler import TOOLS
+
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99}
+"""What a CTA can have on each architecture, by NVIDIA's table of compute capabilities."""
+HOPPERS_OWN = {
+    "stream_k_kernel", "invariant_kernel", "iq2_xxs_one_row_kernel", "hopper_prefill_kernel",
+    "_dequantize_kernel",
+}  # fmt: skip
+BELOW_AMPERE = {"_flush_decoded", "_flush_prompts"}
+"""Launched below compute capability 8.0 alone: by the interpreter."""
+MOST_SPILLED = {"attention": 512, "experts": 64}
+"""Bytes of a thread, by folder of `kernels/`; none in others. These tiles were chosen by time on an H200,
+where a few numbers spilled outside the loops cost less than a smaller tile."""
+
+launched = functools.cache(record)
+
+
+def fault(launch: Launch, capability: int, shared_kib: int, scratch: Path) -> str | None:
+    """Why a server could not launch this on that architecture, or why it would be slow; None for neither."""
+    kernel = launch.compile(capability)
+    if kernel.metadata.shared > shared_kib * 1024:
+        return f"takes {kernel.metadata.shared} bytes of shared memory, of {shared_kib * 1024}"
+    if f".target sm_{capability}" not in kernel.asm["ptx"]:
+        return "was compiled for another architecture"
+    folder = launch.kernel.fn.__module__.partition("kernels.")[2].partition(".")[0]
+    spilled = stack_bytes(kernel, scratch)
+    return f"spills {spilled} bytes" if spilled > MOST_SPILLED.get(folder, 0) else None
+
+
+def stack_bytes(kernel: Any, scratch: Path) -> int:
+    """Bytes of spilled registers and of local arrays of a thread."""
+    cubin = scratch / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = [TOOLS / "cuobjdump", "-res-usage", cubin]
+    shown = subprocess.run(usage, capture_output=True, check=True, text=True).stdout
+    return int(re.search(r"STACK:(\d+)", shown)[1])
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_form_of_every_kernel_compiles_and_fits(capability: int, tmp_path: Path):
+    faults = []
+    for launch in launched(capability).launches.values():
+        reason = fault(launch, capability, SHARED_KIB[capability], tmp_path)
+        if reason is not None:
+            constants = [*launch.source.constants.values()]
+            faults.append(f"{launch.kernel.fn.__module__}.{launch.name} {reason}: {constants}")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_kernel_that_takes_too_much_shared_memory_is_found(tmp_path: Path):
+    launch = next(launch for launch in launched(80).launches.values() if launch.name == "_attend_splits")
+    assert fault(launch, 80, 1, tmp_path).startswith("takes ")
+
+
+def test_no_kernel_is_left_out():
+    """Every `kernel[grid](...)` in the sources was launched by what makes the list."""
+    sources = Path(scalegate.kernels.__file__).parent
+    launches = {launch for path in sources.rglob("*.py") for launch in launches_in(path)}
+    assert len(launches) >= 30
+    recorded = {
+        (launch.kernel.fn.__module__.partition("kernels.")[2], launch.name)
+        for launch in launched(80).launches.values()
+    }
+    missing = {
+        f"{path.relative_to(sources)}: {name}"
+        for path, name in launches
+        if name not in BELOW_AMPERE | HOPPERS_OWN
+        and not any(name == known and imports_or_has(path, module) for module, known in recorded)
+    }
+    assert not missing
+
+
+def launches_in(path: Path) -> Iterator[tuple[Path, str]]:
+    """File and kernel of each call of a subscripted name: `kernel[grid](...)`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            kernel = node.func.value
+            if isinstance(kernel, ast.Name):
+                yield path, kernel.id
+
+
+def imports_or_has(path: Path, module: str) -> bool:
+    """Whether the kernels of `module` are that file's own, or are imported there."""
+    name = module.rpartition(".")[2]
+    return path.stem == name or f"from .{name} import" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("capability", [*SHARED_KIB, 100, 120, 121])
+def test_hoppers_kernels_are_offered_on_hopper_alone(capability: int):
+    assert not names(capability) & HOPPERS_OWN
+    with pretended_gpu(capability):
+        for _, layout in LAYOUTS.items():
+            if isinstance(layout, HopperLayout | IQ2XXSLayout):
+                spec = spec_of(layout)
+                mode = "pin" if layout.name.endswith("_invariant") else "tuned"
+                problem = Problem(spec, 256, 1024, torch.bfloat16, GPU, batch_invariance=mode)
+                assert "compute capability 9.0" in layout.refuses(problem)
+
+
+def names(capability: int) -> set[str]:
+    return {launch.name for launch in launched(capability).launches.values()}
+
+
+def spec_of(layout: HopperLayout | IQ2XXSLayout) -> WeightFormat:
+    return IQ2XXS() if isinstance(layout, IQ2XXSLayout) else layout.packing.format()
