@@ -23,6 +23,7 @@ ROOMS = {
     "kernels": [
         INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul", "cpu",
         "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "experts",
+        "portable",
     ],
     "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],

@@ -1,13 +1,13 @@
 """Which layouts serve each weight format on each kind of GPU, as the layouts themselves answer.
 
-No GPU is needed: layouts are asked with the compute capability that torch would report. This does not show
-that their kernels compile there.
+No GPU is needed: layouts are asked with the compute capability that torch would report.
 """
 
 import sys
 from unittest.mock import patch
 
 import torch
+from scalegate.layouts.choosing.tried import tried
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import AnyLayout, Experts, ExpertsLayout, Problem
@@ -23,6 +23,7 @@ GPUS = {
 }
 SHAPE = (4096, 4096)
 EXPERTS = Experts(128, 8)
+MARKS: dict[str | None, str] = {"run through translation": "‡", "compiled only": "†"}
 
 
 def table() -> str:
@@ -54,7 +55,10 @@ def _cell(problem: Problem, capability: tuple[int, int]) -> str:
 
 
 def serving(problem: Problem, capability: tuple[int, int]) -> list[str]:
-    """The layouts that serve it, in the order of preference; with a star if a package must be installed."""
+    """The layouts that serve it, in the order of preference, each with its marks.
+
+    A star if a package must be installed; `MARKS` by how we tried a kernel of ours on such a GPU.
+    """
     with (
         patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
         patch.object(torch.cuda, "is_available", lambda: False),
@@ -65,7 +69,8 @@ def serving(problem: Problem, capability: tuple[int, int]) -> list[str]:
                 continue
             refusal = layout.refuses(problem)
             if refusal is None or refusal.startswith("package not installed"):
-                found.append(f"`{name}`{'*' * needs_package(layout)}")
+                mark = MARKS.get(tried(layout, capability), "")
+                found.append(f"`{name}`{'*' * needs_package(layout)}{mark}")
         return found
 
 

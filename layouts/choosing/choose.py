@@ -15,6 +15,7 @@ bucket of M inside its own `matmul`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,7 @@ from .explain import lowest_ratio, mean_ratio
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
 from .plan import LayoutPlan, ShapeChoice, device_name
+from .tried import remark
 
 LOSS_BOUND = 0.05
 """How much slower than the unquantized product a layout may be at any M and still be chosen by its mean."""
@@ -135,6 +137,7 @@ def choose(
             else:
                 bar.update(len(ms))
             choice = pick(str(problem), tuple(names), found, forced_for(force, problem))
+            choice = replace(choice, reason=choice.reason + remark(LAYOUTS[choice.layout], device))
             logger.debug(f"{choice.shape}: {choice.layout}, {choice.reason}")
             choices.append(choice)
     return LayoutPlan(device_name(device), kernel_versions(), tuple(choices))

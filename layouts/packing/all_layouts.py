@@ -19,6 +19,7 @@ from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout, Layout
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from .per_expert import PerExpert
+from .portable import INT4_PORTABLE, INT8_PORTABLE, NVFP4_PORTABLE
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .tinygemm import Tinygemm
 from .torch_linear import TorchLinear
@@ -48,9 +49,13 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     CPU_EMULATED,
     GPU_DEQUANTIZED,
     # Layouts below the exact product are chosen only by a measurement or by the user: they round what should
-    # be float32, or are slower still, or use third-party kernels, which are checked before they are used.
+    # be float32, or are slower still, or use third-party kernels, which are checked before they are used, or
+    # were never run by us.
     Dequantize(),
     EMULATED,
+    INT4_PORTABLE,
+    NVFP4_PORTABLE,
+    INT8_PORTABLE,
     CpuOneDnn(),
     CPU_INT4_CAST,
     CPU_INT4_FLOAT32,

@@ -25,6 +25,7 @@ from .trial import trial_refusal
 
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
+RUN_ON = ((9, 0),)
 
 
 def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -> Serves:
@@ -44,6 +45,8 @@ class GroupedUnquantized:
 
     name = "grouped_unquantized"
     kernel = "grouped_kernel"
+    run_on = RUN_ON
+    translated_for = ()
 
     def refuses(self, problem: Problem) -> str | None:
         dtypes = (*DTYPES, torch.float32)
@@ -66,6 +69,8 @@ class GroupedInt4:
 
     name = "grouped_int4"
     kernel = "int4_grouped_kernel"
+    run_on = RUN_ON
+    translated_for = ()
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((Int4,), DTYPES).refuses(problem)
@@ -118,6 +123,8 @@ class GroupedNVFP4:
 
     name = "grouped_nvfp4"
     kernel = "nvfp4_grouped_kernel"
+    run_on = RUN_ON
+    translated_for = ()
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((NVFP4,), (torch.bfloat16,)).refuses(problem)
@@ -148,6 +155,8 @@ class GroupedDequantize:
 
     name = "grouped_dequantize"
     kernel = "dequantize + grouped_kernel"
+    run_on = RUN_ON
+    translated_for = ()
 
     def refuses(self, problem: Problem) -> str | None:
         if isinstance(problem.spec, Unquantized):

@@ -56,6 +56,9 @@ class Packing(Protocol):
 class HopperLayout:
     """The Hopper kernels on one format's packed bytes."""
 
+    run_on = (HOPPER,)
+    translated_for = ()
+
     def __init__(self, name: str, packing: Packing, batch_invariant: bool):
         self.name = name
         self.packing = packing

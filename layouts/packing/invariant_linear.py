@@ -20,6 +20,8 @@ class InvariantLinear:
 
     name = "invariant_linear"
     kernel = "invariant_matmul_kernel"
+    run_on = ((9, 0),)
+    translated_for = ()
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.batch_invariance == "tuned":

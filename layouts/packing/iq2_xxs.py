@@ -28,6 +28,8 @@ DECODERS = {torch.bfloat16: IQ2XXSDecoder(half=False), torch.float16: IQ2XXSDeco
 class IQ2XXSLayout:
     name = "iq2_xxs"
     kernel = "iq2_xxs_stream_k_kernel"
+    run_on = (HOPPER,)
+    translated_for = ()
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = SERVES.refuses(problem)

@@ -31,6 +31,7 @@ from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.hopper import HopperLayout
 from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem
+from scalegate.layouts.packing.portable import PortableLayout
 from scalegate.tests.bench.engine.compile_ahead import Job, compile_ahead, tune_for
 from torch import Tensor
 from torch.nn import functional
@@ -126,7 +127,7 @@ def problem_of(spec: WeightFormat, n: int, k: int, device: torch.device) -> Prob
 
 
 def is_ours(name: str) -> bool:
-    return isinstance(LAYOUTS[name], HopperLayout)
+    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout)
 
 
 @dataclass

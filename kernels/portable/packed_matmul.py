@@ -1,0 +1,204 @@
+"""Matrix product with a packed weight on GPUs from 8.0 on: y [M, N] = x [M, K] @ w.T; Triton.
+
+Not as fast on Hopper as `kernels/hopper/`, which is written for it.
+
+    x            [M, K]                           bf16 or fp16, rows contiguous
+    words        int32 [N/64, P*K/128, 64, 16]    tiles of 64 rows, 128 columns; the last zero-padded
+    scale_words  int32 [P*K/128 * s, N]           s words for a row of a tile; K and N padded to whole tiles
+    factor       fp32 [1]                         what the sums are multiplied by, or None
+    y            [M, N]                           x's dtype
+
+Words, scale words and decoders are those of the grouped product of experts (`experts/packed.py`), so that one
+packing of the bytes serves both. With P = 2 planes a weight is the sum of two that lie one behind the other
+along K, and x is read twice: that is INT8.
+
+    HBM:  words, scales ----+        +---- x
+                            v        v
+          cp.async ring of `stages` steps of 128 columns (Triton's pipelining)
+                            v        v
+          words to registers,      ldmatrix
+          decoded there: shifts,     |
+          lop3, fma; no value        |
+          changes lanes              |
+                            v        v
+             mma.sync m16n8k16, acc [bn, bm] fp32  ("swap AB": the weight is the first operand)
+                            v
+          partial sums of a split, fp32, through L2; the CTA that ends last adds them in the order of K
+
+Splits of K follow from the weight's shape alone, and within a split sums run over K sixteen columns at a
+time. With few rows each split has a CTA; with many, one CTA takes all splits in that order. So M may decide
+the tile, but not the bits of a row: the product is batch-invariant, and repeats its bits.
+
+Bytes with few rows: 4.25 bits a weight in INT4 with groups of 128. Partial sums add `8 M N splits`, in L2.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import compute_capability
+from ..experts.packed import ExpertsDecoder, load_scales
+from ..invariant_matmul import MAX_SPLIT_ROWS, SPLIT_TILE, splits_of
+from ..triton_imports import tl, triton
+from .tiles import STEP_COLUMNS, Tile, tile_for
+
+
+@dataclass(frozen=True)
+class PortableOperand:
+    """A packed weight [N, K] as the kernel takes it; shapes as in the file's docstring.
+
+    semaphores  int32 zeros, `semaphores_of(N)` of them, for this weight alone
+    planes      P
+    """
+
+    words: Tensor
+    scale_words: Tensor
+    semaphores: Tensor
+    decoder: ExpertsDecoder
+    factor: Tensor | None = None
+    planes: int = 1
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for, beside the decoder.
+
+    split_k: K is split; sequential: one CTA takes all splits; even_k: K is whole tiles
+    evict: Triton's policy for words; asm: the decoder may use PTX
+    """
+
+    split_k: bool
+    sequential: bool
+    even_k: bool
+    evict: str
+    bm: int
+    bn: int
+    asm: bool
+
+
+@triton.jit
+def _sum_tiles(
+    x_at, words_at, scales_at, in_x, begin, end, K, rows, plane_tiles, DECODER: tl.constexpr, FORM:
+    tl.constexpr
+):  # fmt: skip
+    """fp32 [bn, bm] over the tiles begin .. end along K."""
+    BM: tl.constexpr = FORM.bm
+    BN: tl.constexpr = FORM.bn
+    SCALE_ROWS: tl.constexpr = DECODER.scale_rows
+    accumulator = tl.zeros([BN, BM], tl.float32)
+    column = tl.arange(0, 128)
+    # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
+    tl.assume(end > begin)
+    for k_tile in range(begin, end):
+        first = k_tile % plane_tiles * 128
+        inside = in_x
+        if not FORM.even_k:
+            inside = inside & (first + column < K)[:, None]
+        word = tl.load(words_at + k_tile * 1024, eviction_policy=FORM.evict)
+        scales = load_scales(scales_at + k_tile * rows * SCALE_ROWS, rows, SCALE_ROWS, BN)
+        x_tile = tl.load(x_at + first, mask=inside, other=0.0)
+        if FORM.asm:
+            weight = DECODER.unpack_in_registers(word, scales, DECODER, BN)
+        else:
+            weight = DECODER.unpack_plainly(word, scales, DECODER, BN)
+        accumulator = tl.dot(weight, x_tile, accumulator)
+    return accumulator
+
+
+@triton.jit
+def _store(y_at, sums, factor, in_y):
+    if factor is not None:
+        sums *= tl.load(factor)
+    tl.store(y_at, sums.to(y_at.dtype.element_ty), mask=in_y)
+
+
+@triton.jit(
+    do_not_specialize=["M", "tiles_m", "splits"],
+    repr=lambda form: form.constants["DECODER"].name + "_portable_kernel",
+)
+def portable_kernel(
+    x, words, scale_words, factor, y, partials, semaphores, M, N, K, rows, k_tiles, plane_tiles, tiles_m,
+    splits, DECODER: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of y, all of one run of weights together; times splits if these have CTAs of their own.
+
+    rows: N padded to whole tiles of 64; k_tiles: tiles of words along K, plane_tiles of each plane
+    """
+    BM: tl.constexpr = FORM.bm
+    BN: tl.constexpr = FORM.bn
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    n = tile // tiles_m * BN + tl.arange(0, BN)
+    m = (tile % tiles_m * BM + tl.arange(0, BM)).to(tl.int64)
+    row_tile = tl.minimum(n // 64, rows // 64 - 1).to(
+        tl.int64
+    )  # past the end: the last again, and not stored
+    in_x = (m < M)[None, :]
+    x_at = x + m[None, :] * K + tl.arange(0, 128)[:, None]
+    words_at = words + (row_tile * k_tiles * 64 + n % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scales_at = scale_words + row_tile * 64 + n % 64
+    y_at = y + m[None, :] * N + n[:, None]
+    in_y = (n < N)[:, None] & in_x
+    if FORM.sequential:
+        total = tl.zeros([BN, BM], tl.float32)
+        for index in range(splits):
+            total += _sum_tiles(
+                x_at, words_at, scales_at, in_x, index * k_tiles // splits, (index + 1) * k_tiles // splits,
+                K, rows, plane_tiles, DECODER, FORM,
+            )  # fmt: skip
+        _store(y_at, total, factor, in_y)
+    else:
+        sums = _sum_tiles(
+            x_at, words_at, scales_at, in_x, split * k_tiles // splits, (split + 1) * k_tiles // splits,
+            K, rows, plane_tiles, DECODER, FORM,
+        )  # fmt: skip
+        if FORM.split_k:
+            within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+            scratch = partials + tile.to(tl.int64) * splits * (BN * BM) + within
+            tl.store(scratch + split * (BN * BM), sums)
+            tl.debug_barrier()
+            ended = tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
+            if ended == splits - 1:
+                total = tl.zeros([BN, BM], tl.float32)
+                for index in range(splits):
+                    total += tl.load(scratch + index * (BN * BM), cache_modifier=".cg")
+                _store(y_at, total, factor, in_y)
+                tl.store(semaphores + tile, 0)
+        else:
+            _store(y_at, sums, factor, in_y)
+
+
+def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None) -> Tensor:
+    """A new y [M, n]; x is contiguous. `tile` overrides the table, for tuning."""
+    m, k = x.shape
+    rows, k_tiles = weight.words.shape[0] * SPLIT_TILE, weight.words.shape[1]
+    plane_tiles = k_tiles // weight.planes
+    if triton.cdiv(k, STEP_COLUMNS) != plane_tiles:
+        raise ValueError(f"x has {k} columns, the packed weight {plane_tiles} tiles of {STEP_COLUMNS}")
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if m == 0:
+        return y
+    capability = compute_capability(x.device)
+    splits = splits_of(n, k * weight.planes)
+    sequential = splits > 1 and m > MAX_SPLIT_ROWS
+    tile = tile or tile_for(m, sequential, capability)
+    own = 1 if sequential else splits
+    tiles_m, tiles_n = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
+    scratch = tiles_m * tiles_n * tile.bm * tile.bn * splits if own > 1 else 1
+    partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
+    form = Form(
+        split_k=splits > 1,
+        sequential=sequential,
+        even_k=k % STEP_COLUMNS == 0,
+        evict="evict_first" if tiles_m == 1 else "",
+        bm=tile.bm,
+        bn=tile.bn,
+        asm=capability >= (8, 0),
+    )
+    portable_kernel[(tiles_m * tiles_n, own)](
+        x, weight.words, weight.scale_words, weight.factor, y, partials, weight.semaphores,
+        m, n, k, rows, k_tiles, plane_tiles, tiles_m, splits, weight.decoder, form,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y

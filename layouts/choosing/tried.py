@@ -1,0 +1,49 @@
+"""How we tried our own kernels on a kind of GPU: run, run through translation, or compiled only.
+
+Not for whether it runs on this machine, which `packing/trial.py` tries, nor for how fast it is
+(`measure.py`).
+"""
+
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+from ..packing.layout import AnyLayout
+
+Tried = Literal["run", "run through translation", "compiled only"]
+
+
+@runtime_checkable
+class OwnKernel(Protocol):
+    """A layout whose kernel is ours. All of them compile for every GPU that they are offered on, as a test
+    shows."""
+
+    @property
+    def run_on(self) -> tuple[tuple[int, int], ...]:
+        """Compute capabilities of the GPUs that ran its tests."""
+        ...
+
+    @property
+    def translated_for(self) -> tuple[tuple[int, int], ...]:
+        """Compute capabilities whose code ran its tests on a newer GPU, which translated it."""
+        ...
+
+
+def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
+    """For a GPU of this compute capability; None for torch's kernels and those of other packages."""
+    if not isinstance(layout, OwnKernel):
+        return None
+    if capability in layout.run_on:
+        return "run"
+    return "run through translation" if capability in layout.translated_for else "compiled only"
+
+
+def tried_on(layout: AnyLayout, device: torch.device) -> Tried | None:
+    """The same for the GPU that is there; None on a CPU."""
+    return tried(layout, torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+def remark(layout: AnyLayout, device: torch.device) -> str:
+    """What to add to the reason for choosing it: nothing if we ran its kernel on such a GPU."""
+    how = tried_on(layout, device)
+    return "" if how in (None, "run") else f"; our kernel, {how} for such a GPU so far, was checked here"

@@ -1,0 +1,75 @@
+"""The portable packed product against float64; see conftest.py."""
+
+import pytest
+import torch
+from scalegate.kernels.invariant_matmul import splits_of
+from scalegate.kernels.portable.packed_matmul import matmul
+from scalegate.kernels.portable.tiles import Tile
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.weight_format import WeightFormat
+from scalegate.layouts.packing.portable import INT4_PORTABLE, INT8_PORTABLE, NVFP4_PORTABLE, PortableLayout
+from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.rounding_bounds import product_bound
+
+from .test_decode_attention import DEVICE
+
+TILES = (Tile(16, 64, 2, 4), Tile(16, 128, 2, 4))
+FORMS: list[tuple[PortableLayout, WeightFormat]] = [
+    *((INT4_PORTABLE, Int4(group)) for group in (32, 64, 128, 256)),
+    (INT4_PORTABLE, Int4(128, symmetric=True)),
+    *((INT4_PORTABLE, Int4(group, zero_point="fractional")) for group in (32, 128)),
+    (NVFP4_PORTABLE, NVFP4()),
+    (INT8_PORTABLE, Int8(32)),
+    (INT8_PORTABLE, Int8(WHOLE_ROW)),
+]
+KEPT = FORMS[2], FORMS[5], FORMS[7], FORMS[9]
+
+
+def operand_and_truth(layout: PortableLayout, spec: WeightFormat, n: int, k: int):
+    torch.manual_seed(n + k)
+    weight = spec.random(n, k, DEVICE)
+    operand = layout.operand(layout.pack(weight, torch.float16))
+    return operand, weight.dequantize(torch.float64)
+
+
+@pytest.mark.parametrize(("layout", "spec"), exhaustive_but(FORMS, *KEPT), ids=str)
+@pytest.mark.parametrize("m", [1, 17])
+def test_every_format_agrees_with_float64(m: int, layout: PortableLayout, spec: WeightFormat):
+    n, k = 70, 768
+    operand, truth = operand_and_truth(layout, spec, n, k)
+    assert splits_of(n, k) > 1
+    x = torch.randn(m, k).to(DEVICE, torch.float16)
+    want = x.double() @ truth.T
+    for _ in range(2 if m == 1 else 1):  # the second time shows that the first left no trace
+        y = matmul(x, operand, n, TILES[0])
+        assert float((y.double() - want).norm() / want.norm()) < product_bound(torch.float16, k)
+        assert not operand.semaphores.any()
+
+
+def test_a_ragged_k_reads_no_column_of_its_neighbours():
+    n, k = 64, 192
+    operand, truth = operand_and_truth(INT4_PORTABLE, Int4(64), n, k)
+    x = torch.randn(3, k).to(DEVICE, torch.float16)
+    want = x.double() @ truth.T
+    y = matmul(x, operand, n, TILES[1])
+    assert float((y.double() - want).norm() / want.norm()) < product_bound(torch.float16, k)
+
+
+def test_the_bits_of_a_row_depend_neither_on_the_rows_beside_it_nor_on_the_tile():
+    """260 rows are summed by one CTA a tile, fewer by one for each split."""
+    n, k = 64, 768
+    operand, _ = operand_and_truth(INT4_PORTABLE, Int4(128), n, k)
+    x = torch.randn(260, k).to(DEVICE, torch.float16)
+    alone = matmul(x[:1], operand, n, TILES[0])
+    assert torch.equal(alone, matmul(x[:20], operand, n, TILES[1])[:1])
+    assert torch.equal(alone, matmul(x, operand, n, Tile(128, 64, 2, 4))[:1])
+    changed = matmul(x[:1] * 1.01, operand, n, TILES[0])
+    assert not torch.equal(alone, changed)
+
+
+def test_a_weight_of_other_columns_is_refused():
+    operand, _ = operand_and_truth(INT4_PORTABLE, Int4(128), 64, 256)
+    with pytest.raises(ValueError, match="x has 512 columns"):
+        matmul(torch.zeros(1, 512, dtype=torch.float16), operand, 64)
