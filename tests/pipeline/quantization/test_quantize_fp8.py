@@ -10,6 +10,7 @@ from scalegate.base.errors import UserError
 from scalegate.layouts.formats.e4m3 import E4M3, PER_TOKEN
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8, TENSOR, FP8Weight, to_blocks, to_rows
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
@@ -193,6 +194,23 @@ def test_blocks_are_written_as_deepseek_or_compressed_tensors_has_them(
 def test_deepseek_s_form_takes_blocks_alone(example_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fp8 is written in blocks of FP8 only"):
         quantize(example_checkpoint, "fp8", tmp_path / "out", export="fp8", progress=False)
+
+
+def test_attention_in_fp8_goes_beside_nvfp4(example_checkpoint: Path, tmp_path: Path) -> None:
+    quantize(example_checkpoint, "nvfp4-fp8", tmp_path / "out", progress=False)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert section["format"] == "mixed-precision"
+    groups = {group["format"]: group for group in section["config_groups"].values()}
+    assert set(groups) == {"float-quantized", "nvfp4-pack-quantized"}
+    assert groups["nvfp4-pack-quantized"]["input_activations"] is None
+    stored = stored_weights(open_checkpoint(tmp_path / "out"))
+    assert len(stored) == MODULES
+    for module, weight in stored.items():
+        in_attention = ".self_attn." in module
+        assert weight.spec == (FP8() if in_attention else NVFP4()), module
+        assert (weight.read_input is not None) == in_attention
+    layouts = load_model(tmp_path / "out", progress=False).layouts
+    assert all((layout == "cpu_emulated") == ("self_attn" in name) for name, layout in layouts.items())
 
 
 def test_int4_takes_fp8_inputs(example_checkpoint: Path, tmp_path: Path) -> None:
