@@ -223,11 +223,11 @@ def _fused_experts(
     prefix = name.removesuffix(leaf) if name.endswith(f".{leaf}") else f"{_as_stored(owner_name, name)}."
     single = [alone] if alone else _single_expert_names(model, assignment.target)
     interleaved = False
-    if leaf == GATE_UP and (turns or not single):
+    if leaf == GATE_UP and (turns or alone or not single):
         order = gate_up_order(owner)
         if order is None or (turns and (order == INTERLEAVED or len(operations) > 1)):
             return [LinearWeight(name, name, name, UNKNOWN, first, second)]
-        single, interleaved = single or [GATE, UP], turns or order == INTERLEAVED
+        single, interleaved = single or [GATE, UP], not alone and (turns or order == INTERLEAVED)
     single = single or [leaf]
     if n % len(single):
         raise UserError(

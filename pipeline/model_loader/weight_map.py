@@ -36,7 +36,7 @@ PROJECTIONS = (GATE, UP, GATE_UP, "down_proj")
 
 
 HALVES, INTERLEAVED = "halves", "interleaved"
-GATE_FIRST = ("Llama4TextExperts", "Step3p7Experts")
+GATE_FIRST = ("Llama4TextExperts",)
 """Experts outside transformers' experts interface whose `forward` takes the first half for the gate."""
 
 

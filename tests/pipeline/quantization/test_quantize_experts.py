@@ -168,7 +168,7 @@ def test_biases_go_with_the_experts_that_they_belong_to(tmp_path: Path) -> None:
 def test_gate_and_up_are_found_where_transformers_rearranges_them(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Inkling 2 and Step 3.7 store them: their rows by turns, or a tensor for each."""
+    """Their rows by turns, as Inkling 2 stores them, or a tensor for each."""
     source = make(tmp_path / "source", "qwen3_moe")
     fuse(source)
     quantize(source, RECIPE, tmp_path / "fused", progress=False)
