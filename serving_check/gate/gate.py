@@ -113,9 +113,8 @@ def serve_and_measure(
 ) -> RunFigures:
     """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
 
-    restart: starts all servers anew, at the same addresses; None if that is not ours to do
-
     UserError if one server is behind two endpoints, or a server's KV cache is too small for the workload.
+    restart: starts all servers anew, at the same addresses; None if that is not ours to do
     """
     _refuse_shared_addresses(artifact, baseline, rival)
     if rival is not None:
@@ -140,8 +139,7 @@ def serve_and_measure(
                 [artifact, baseline], measured, run.workload, run.text, run.tokenizer, run.source, canary
             )
             in_use = load.serve(artifact, baseline)
-        profile = _profile(measured, run, run.source, load, in_use)
-        if profile is not None:
+        if (profile := _profile(measured, run, run.source, load, in_use)) is not None:
             with run.clock.stage("profile of loads"):
                 in_use = profile.with_profile(in_use, profile.serve(artifact, baseline))
         with run.clock.stage("at rest"):
@@ -150,16 +148,15 @@ def serve_and_measure(
     with run.clock.stage("another look"):
         together = None if failed else serve_together(servers, measured, run, in_use)
         repeated = repeat_prompts(servers, measured)
-    series, baseline_series = artifact.series, baseline.series
     return RunFigures(
         canary=canary,
         baseline_canary=baseline_canary,
         measured=measured,
         capacity=capacity,
-        limit=most_running(said, series),
-        compiled=(compilations(said, series), compilations(artifact.metrics(), series)),
-        packed=(packed_layers(said, series), packed_layers(baseline_said, baseline_series)),
-        packed_on=(packed_on(said, series), packed_on(baseline_said, baseline_series)),
+        limit=most_running(said, artifact.series),
+        compiled=(compilations(said, artifact.series), compilations(artifact.metrics(), artifact.series)),
+        packed=(packed_layers(said, artifact.series), packed_layers(baseline_said, baseline.series)),
+        packed_on=(packed_on(said, artifact.series), packed_on(baseline_said, baseline.series)),
         texts=repeats.texts_to_score(),
         repeated=repeated,
         together=together,
