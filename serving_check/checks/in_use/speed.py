@@ -94,10 +94,7 @@ def check_speed_in_use(
             "lengths come at any time"
         )
     if len(slow) >= max(LEAST_SLOW, LEAST_SHARE_SLOW * len(by_m)):
-        problems.append(
-            f"at M={in_words(sorted(slow))} a token takes {median(slow.values()):.2f}× the baseline's time"
-            + ("" if len(slow) == len(by_m) else f", at the other {len(by_m) - len(slow)} Ms it does not")
-        )
+        problems.append(_at_slow_ms(slow, len(by_m) - len(slow)))
     elif tpot is not None and tpot > bounds.max_tpot_ratio * tpot_margin:
         problems.append(f"a request's TPOT is {tpot:.2f}× the baseline's")
     if ttft is not None and ttft > bounds.max_ttft_ratio * ttft_margin:
@@ -128,6 +125,11 @@ def check_speed_in_use(
             "slow_ms": len(slow),
         },
     )
+
+
+def _at_slow_ms(slow: Mapping[int, float], others: int) -> str:
+    said = f"at M={in_words(sorted(slow))} a token takes {median(slow.values()):.2f}× the baseline's time"
+    return said + (f", at the other {others} Ms it does not" if others else "")
 
 
 def _in_words(bounds: Bounds) -> str:
