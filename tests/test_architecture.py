@@ -41,6 +41,34 @@ ROOMS = {
 A floor's `__init__` is run before all else in it, so it stands under what may not be imported there.
 """
 
+LEVELS = {
+    "kernels.attention": (15, 5, 23),
+    "layouts": (6, 4, 7),
+    "pipeline": (13, 11, 45),
+    "pipeline.quantization": (10, 7, 23),
+    "serving_check": (12, 6, 27),
+    "serving_check.engine": (27, 8, 84),
+}
+"""Rooms, floors and arrows of a folder's own level, at most.
+
+Whoever adds an arrow looks first for the room where the function belongs. For a new subject, raise the
+numbers in its commit.
+"""
+MOST_LINES = 60
+"""Of a function outside kernels."""
+MOST_PARAMETERS = 8
+MOST_OF_A_KERNEL = 20
+BY_KEYWORD = {
+    "base.option_fields.option": "all that a field of options may say",
+    "layouts.modules.experts._": "torch reads the schema of an op from its parameters",
+    "layouts.modules.experts._packed_experts_matmul": "the same",
+    "layouts.modules.gated_experts._": "the same",
+    "layouts.modules.gated_experts._gated_experts": "the same",
+    "pipeline.cli.layout.command": "the options of a command",
+    "pipeline.commands.layout.layout": "the same, of the Python API",
+}
+"""Functions with more parameters, and why they have no type for them."""
+
 Sources = Mapping[str, str]
 """Source by module name; a package's own is filed under `<package>.__init__`."""
 Graph = Mapping[str, set[str]]
@@ -58,10 +86,15 @@ def project_sources() -> Sources:
 
 
 @functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
 def named_targets(module: str, source: str) -> list[list[str]]:
     """The dotted names, split, that the import statements of `module` spell out."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found += [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -123,6 +156,33 @@ def within(graph: Graph, package: str) -> Graph:
     return found
 
 
+def level(graph: Graph, package: str) -> tuple[int, int, int]:
+    """How many rooms `package` has, how many stand on one another, and how many pairs import one another."""
+    rooms = {room: targets - {INIT} for room, targets in within(graph, package).items() if room != INIT}
+
+    @functools.cache
+    def floors(room: str) -> int:
+        return 1 + max(map(floors, rooms[room]), default=0)
+
+    return len(rooms), max(map(floors, rooms)), sum(map(len, rooms.values()))
+
+
+@functools.cache
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function and method of the project, with its module's name in front of its own."""
+    return [
+        (f"{module.removeprefix(f'{PROJECT}.')}.{node.name}", node)
+        for module, source in project_sources().items()
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
 def upward_imports(graph: Graph) -> list[str]:
     """Each import of a higher floor, or of a higher room of the same floor, as `module -> module`."""
     return sorted(
@@ -174,6 +234,34 @@ def test_no_folder_has_files_or_packages_that_import_each_other(graph):
     found = {package: circles(within(graph, package)) for package in packages_of(graph)}
     assert len(found) > 20
     assert {package: circle for package, circle in found.items() if circle} == {}
+
+
+@pytest.mark.parametrize("folder", LEVELS)
+def test_a_folder_is_no_harder_to_find_one_s_way_in_than_it_was(graph, folder):
+    now = level(graph, f"{PROJECT}.{folder}")
+    assert all(count <= most for count, most in zip(now, LEVELS[folder], strict=True)), f"{now}: see LEVELS"
+
+
+def test_one_more_arrow_of_a_folder_is_counted(graph):
+    rooms, floors, arrows = level(graph, f"{PROJECT}.pipeline")
+    more = planted("pipeline.conventions.plain", "from ..machine import cores")
+    assert level(more, f"{PROJECT}.pipeline") == (rooms, floors, arrows + 1)
+
+
+def test_functions_outside_kernels_fit_on_a_screen():
+    lengths = {name: node.end_lineno - node.lineno + 1 for name, node in functions() if node.end_lineno}
+    assert max(lengths.values()) > MOST_LINES, "some kernels are longer"
+    long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+    assert {name: lines for name, lines in long.items() if not name.startswith("kernels.")} == {}
+
+
+def test_what_a_function_is_told_is_of_few_types():
+    many = {}
+    for name, node in functions():
+        most = MOST_OF_A_KERNEL if name.startswith("kernels.") else MOST_PARAMETERS
+        if (count := parameters(node)) > most:
+            many[name] = count
+    assert many.keys() == BY_KEYWORD.keys()
 
 
 @pytest.mark.parametrize(
