@@ -56,7 +56,6 @@ def _screen(diagnosis: Diagnosis) -> Iterator[str]:
     for device in gpus or groups:
         yield ""
         yield from _weights(device, diagnosis.choices)
-    yield ""
     yield from _labelled("KV formats", ", ".join(diagnosis.kv_formats))
     ready = [engine.name for engine in diagnosis.engines if engine.available]
     absent = [engine.name for engine in diagnosis.engines if not engine.available]

@@ -16,14 +16,12 @@ from ...layouts.kv.layer import KVShape
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.engine import MemoryGrant
 from ...serving_check.adapters.placement import Placement
-from ...serving_check.engine.kv_pool import stored_bytes
 from ...serving_check.engine.options import AUTO, UNQUANTIZED, EngineOptions
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.decoded_tensors import DecodedTensor
 from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype
-from ..model_loader.attention_shapes import served_layers_of
 
 SHARE_OF_FREE = 0.92
 """Of the memory that is free, for all servers on a GPU together."""
@@ -167,6 +165,10 @@ def kv_cache_bytes(side: Side, placement: Placement) -> float:
 
 def _own_pool_bytes(side: Side) -> int:
     """Bytes of our own server's pool: its pages, and the state of each request besides them."""
+    # They import transformers, which only planning needs.
+    from ...serving_check.engine.kv_pool import stored_bytes
+    from ..model_loader.attention_shapes import served_layers_of
+
     options = side.options
     kv_format = KV_FORMATS[kv_cache_of(side.checkpoint, options.kv_cache_dtype).kv_format]
     device = torch.device("cuda")

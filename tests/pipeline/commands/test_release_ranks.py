@@ -150,6 +150,8 @@ def test_a_dry_run_looks_at_the_first_gpu_that_is_named(
     monkeypatch.setattr(release_preview, "preview", stop)
     monkeypatch.setattr(release_request, "gpu_name", lambda index: "a GPU")
     monkeypatch.setattr(release_request, "placed", lambda device, placement: None)
+    # Whether the engine serves it there is another question, which needs the GPU.
+    monkeypatch.setattr(release_preview, "refuse_unserved_source", lambda source, request: None)
     for devices in ((2, 3), None):
         with pytest.raises(UserError, match="far enough"):
             release_preview.preview_release(

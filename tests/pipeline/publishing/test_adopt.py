@@ -130,7 +130,7 @@ def shift_zero_points(folder: Path, of: str) -> None:
 
 def test_another_models_baseline_and_a_second_time_are_refused(foreign, base: Path, tmp_path: Path):
     folder, _ = foreign
-    with pytest.raises(UserError, match="is it the baseline of"):
+    with pytest.raises(UserError, match="give the checkpoint that it was quantized from with --baseline"):
         adopt(folder, plain_checkpoint(tmp_path / "wide", width=256), progress=False)
     assert not (folder / MANIFEST_NAME).exists()
     adopt(folder, base, progress=False)

@@ -299,7 +299,7 @@ def test_a_format_that_is_only_read_is_refused_with_those_that_are_made(
         name = "nvfp4-of-others"
 
     found = refusal(example_checkpoint, Recipe("n", spec=ReadOnly()), tmp_path / "out")
-    assert f"{DOWN}: Scalegate reads nvfp4-of-others and does not make it; it makes int4" in found
+    assert f"{DOWN}: Scalegate reads nvfp4-of-others and does not make it; it makes fp8, int4" in found
     assert not (tmp_path / "out").exists()
 
 

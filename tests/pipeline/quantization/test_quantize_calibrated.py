@@ -248,7 +248,7 @@ def test_a_model_that_does_not_fit_into_memory_asks_for_a_text(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(self_calibration, "free_memory", lambda _: 1000)
-    with pytest.raises(UserError, match=r"does not fit into memory, so it cannot write .* --calibration"):
+    with pytest.raises(UserError, match=r"does not fit into memory, so it cannot generate .* --calibration"):
         make(small, RECIPE, tmp_path / "out", None)
 
 

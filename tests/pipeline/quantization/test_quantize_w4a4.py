@@ -132,7 +132,7 @@ def test_what_cannot_be_calibrated_on_or_written_is_refused(
     with pytest.raises(UserError, match="cannot read the calibration text"):
         quantize(example_checkpoint, RECIPE, tmp_path / "out", calibration=tmp_path / "none.txt")
     some = Recipe("some", spec=NVFP4(activations=True), rules=(Rule("*.o_proj", NVFP4()),))
-    with pytest.raises(UserError, match="one algorithm for a checkpoint"):
+    with pytest.raises(UserError, match="one algorithm for all layers"):
         quantize(example_checkpoint, some, tmp_path / "o", export="modelopt", calibration=heldout_text)
     with pytest.raises(UserError, match="written with weights alone"):
         quantize(example_checkpoint, RECIPE, tmp_path / "o", export="torchao", calibration=heldout_text)

@@ -83,7 +83,7 @@ def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(examp
     granted = plan.grants["artifact"]
     assert granted is not None and granted.share == pytest.approx(SHARE_OF_FREE * 1.5 * need / 140)
     assert granted.kv_cache_bytes is None
-    with pytest.raises(UserError, match="GiB free; end what else runs there"):
+    with pytest.raises(UserError, match="GiB are free; end what else runs there"):
         plan_memory(both, placement, gpu(0.9 * need))
 
 
@@ -210,7 +210,7 @@ def test_gpus_of_several_kinds_and_those_that_are_not_there_are_refused(example_
     opened, kinds = open_checkpoint(str(example_checkpoint)), ["H200", "H200", "H100"]
     wanted = [(name, "vllm", opened, ON_GPU) for name in ("artifact", "baseline")]
     assert len(sides_of(wanted, Placement(devices=(0, 1)), kinds.__getitem__)) == 2
-    with pytest.raises(UserError, match=r"several kinds \(1: H200, 2: H100\)"):
+    with pytest.raises(UserError, match=r"GPUs of different kinds \(1: H200, 2: H100\)"):
         sides_of(wanted, Placement(devices=(1, 2)), kinds.__getitem__)
     with pytest.raises(UserError, match="there is no GPU 97: this torch sees"):
         sides_of(wanted, Placement(devices=(97,)))
@@ -257,5 +257,5 @@ def test_a_share_is_seen_however_vllm_lets_it_be_spelt(example_checkpoint: Path,
 
 @pytest.mark.parametrize("words", ["--tensor-parallel-size 2", "-tp 2", "--pipeline_parallel_size=2"])
 def test_gpus_are_not_asked_for_in_words_for_the_engine(words: str):
-    with pytest.raises(UserError, match=r"give it as --(tensor|pipeline)-parallel-size"):
+    with pytest.raises(UserError, match=r"give --(tensor|pipeline)-parallel-size instead"):
         Placement(engine_args=words)

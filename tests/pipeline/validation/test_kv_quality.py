@@ -46,7 +46,7 @@ def test_the_artifacts_server_is_started_with_the_format(
 
 
 def test_a_running_server_cannot_be_given_a_format():
-    with pytest.raises(UserError, match="is running already; --kv-cache-dtype"):
+    with pytest.raises(UserError, match="--kv-cache-dtype applies only to a server that Scalegate starts"):
         refuse_unreached({"kv_cache_dtype": "fp8"}, "http://127.0.0.1:1", "embedded")
     refuse_unreached({"kv_cache_dtype": "auto"}, "http://127.0.0.1:1", "embedded")
 

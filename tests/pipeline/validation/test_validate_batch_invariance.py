@@ -92,5 +92,5 @@ def test_a_verdict_on_a_tuned_server_does_not_bear_out_the_recipe(claimed: tuple
 def test_a_release_is_served_as_its_recipe_says(tmp_path: Path):
     recipe = tmp_path / "int4-pin.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
-    with pytest.raises(UserError, match="write `batch_invariance: per-token` there"):
+    with pytest.raises(UserError, match="write `batch_invariance: per-token` in the recipe"):
         release("model", recipe, "folder:out", work=tmp_path, batch_invariance="per-token", progress=False)

@@ -326,7 +326,7 @@ def test_a_server_elsewhere_packs_as_it_likes_but_the_same_weights():
 
 def test_one_server_under_two_names_is_refused():
     refuse_one_address(Endpoint("http://127.0.0.1:8000", "a"), Endpoint("http://127.0.0.1:8001", "b"))
-    with pytest.raises(UserError, match="one server"):
+    with pytest.raises(UserError, match="are the same server"):
         refuse_one_address(Endpoint("http://127.0.0.1:8000", "a"), Endpoint("http://localhost:8000/", "b"))
 
 
