@@ -66,6 +66,8 @@ def stack_bytes(kernel: Any, scratch: Path) -> int:
     return int(re.search(r"STACK:(\d+)", shown)[1])
 
 
+# Some 160 forms are compiled, each in seconds.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_every_form_of_every_kernel_compiles_and_fits(capability: int, tmp_path: Path):
     faults = []
