@@ -179,9 +179,9 @@ def test_a_server_that_packs_otherwise_than_was_judged_fails(artifact: Path, tmp
     module = importlib.import_module("scalegate.pipeline.validation.serving")
     as_asked = module.server_of
 
-    def packs_otherwise(engine, side, folder, options, *rest):
-        other = replace(options, layout="dequantize") if side == "artifact" else options
-        return as_asked(engine, side, folder, other, *rest)
+    def packs_otherwise(job):
+        other = replace(job.options, layout="dequantize") if job.side == "artifact" else job.options
+        return as_asked(replace(job, options=other))
 
     monkeypatch.setattr(module, "server_of", packs_otherwise)
     copy = shutil.copytree(artifact, tmp_path / "artifact")
