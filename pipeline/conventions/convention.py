@@ -131,6 +131,24 @@ class ExportConvention(Convention, Protocol):
         ...
 
 
+class ExportDefaults:
+    """For conventions whose files hold the tensors of a format and nothing else."""
+
+    def file_metadata(
+        self,
+        specs: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, int]],
+        plain: Sequence[str],
+    ) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
+        return spec.bits_per_weight(n, k)
+
+
 @runtime_checkable
 class KVCacheConvention(Protocol):
     """An export convention that has a place for how keys and values are stored."""

@@ -20,7 +20,7 @@ from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, describe_float8, names_of_float8, read_rows, refuse_unreadable
-from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from .stored import FLOAT_DTYPES, not_converted, refuse_shape, require_tensor
 
 METHOD = "fp8"
@@ -36,7 +36,7 @@ SECTION = {
 INSTEAD = "export compressed-tensors"
 
 
-class FP8Blocks:
+class FP8Blocks(ExportDefaults):
     """FP8 in blocks, as DeepSeek writes it; other FP8 sources are read."""
 
     name = METHOD
@@ -75,20 +75,6 @@ class FP8Blocks:
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
         return SECTION | {"modules_to_not_convert": list(ignore)}
-
-    def file_metadata(
-        self,
-        specs: Mapping[str, WeightFormat],
-        shapes: Mapping[str, tuple[int, int]],
-        plain: Sequence[str],
-    ) -> dict[str, str]:
-        return {"format": "pt"}
-
-    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        return spec.bits_per_weight(n, k)
 
 
 def stored_blocks(checkpoint: Checkpoint, module: str, suffix: str) -> StoredWeight:

@@ -17,7 +17,7 @@ from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
-from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from .fp8 import float8_modules
 from .nvfp4_tensors import NVFP4Tensors
 from .stored import require_tensor
@@ -40,7 +40,7 @@ GLOBAL_SCALE = ".weight_scale_2"
 TENSORS = NVFP4Tensors(".weight", SCALE, GLOBAL_SCALE, ".input_scale", divides=False)
 
 
-class ModelOpt:
+class ModelOpt(ExportDefaults):
     name = METHOD
     reads = "ModelOpt NVFP4 and FP8"
 
@@ -103,8 +103,7 @@ class ModelOpt:
         if len(rounds) > 1:
             raise UserError(
                 "a ModelOpt checkpoint has one algorithm for all layers, but this recipe quantizes the "
-                "inputs "
-                f"of some layers only; {INSTEAD}"
+                f"inputs of some layers only; {INSTEAD}"
             )
         if not rounds:
             # Keys and values alone: `kv_cache` says how.
@@ -119,14 +118,6 @@ class ModelOpt:
             "producer": PRODUCER,
             "quant_method": METHOD,
         }
-
-    def file_metadata(
-        self,
-        specs: Mapping[str, WeightFormat],
-        shapes: Mapping[str, tuple[int, int]],
-        plain: Sequence[str],
-    ) -> dict[str, str]:
-        return {"format": "pt"}
 
     def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The older declaration, which TensorRT-LLM and ModelOpt's own tools read."""
@@ -146,9 +137,6 @@ class ModelOpt:
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
         return f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
-
-    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        return spec.bits_per_weight(n, k)
 
 
 def stored_kv_cache(config: Mapping[str, Any]) -> str | None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
-from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 
 NAME = "plain"
 
 
-class Plain:
+class Plain(ExportDefaults):
     name = NAME
     reads = "unquantized bf16, fp16 and fp32"
 
@@ -40,20 +40,6 @@ class Plain:
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
         return {}
-
-    def file_metadata(
-        self,
-        specs: Mapping[str, WeightFormat],
-        shapes: Mapping[str, tuple[int, int]],
-        plain: Sequence[str],
-    ) -> dict[str, str]:
-        return {"format": "pt"}
-
-    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        return spec.bits_per_weight(n, k)
 
 
 CONVENTION = Plain()

@@ -17,7 +17,7 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.iq2_xxs import IQ2XXS
 from ...layouts.formats.weight_format import Weight, WeightFormat, weight_of
 from ..checkpoints.checkpoint import Checkpoint
-from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from .stored import refuse_shape, require_tensor
 
 METHOD = "scalegate"
@@ -26,7 +26,7 @@ PREFIX = ".weight_"
 META = torch.device("meta")
 
 
-class Scalegate:
+class Scalegate(ExportDefaults):
     name = METHOD
     reads = f"Scalegate's own ({', '.join(spec.label for spec in SPECS.values())})"
 
@@ -64,20 +64,6 @@ class Scalegate:
     ) -> dict[str, Any]:
         (spec,) = set(specs.values())
         return {"quant_method": METHOD, "format": spec.name, "modules": list(specs), "ignore": list(ignore)}
-
-    def file_metadata(
-        self,
-        specs: Mapping[str, WeightFormat],
-        shapes: Mapping[str, tuple[int, int]],
-        plain: Sequence[str],
-    ) -> dict[str, str]:
-        return {"format": "pt"}
-
-    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        return spec.bits_per_weight(n, k)
 
 
 def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWeight:

@@ -15,7 +15,7 @@ from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from . import torchao_int4, torchao_nvfp4  # noqa: F401 - registers them
-from .convention import CONVENTIONS, EXPORTS, StoredWeight
+from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from .stored import not_converted
 from .targets import as_patterns
 from .torchao_form import FORMS, READERS
@@ -26,7 +26,7 @@ EXPERTS = ".experts."
 INSTEAD = "export compressed-tensors"
 
 
-class TorchAO:
+class TorchAO(ExportDefaults):
     name = METHOD
 
     @property
@@ -114,9 +114,6 @@ class TorchAO:
             described[f"{module}.weight"] = {"_type": form.kind, **form.described(spec, shapes[module])}
         metadata = {name: json.dumps(value) for name, value in described.items()}
         return {"format": "pt", **metadata, NAMES_KEY: json.dumps(list(described))}
-
-    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {}
 
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
         return FORMS[spec.name].bits_per_weight(spec, n, k)

@@ -13,7 +13,7 @@ from ....base.errors import UserError
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
-from ..convention import CONVENTIONS, EXPORTS, StoredWeight
+from ..convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from ..fp8 import stored_float8
 from ..stored import FLOAT_DTYPES
 from ..targets import LINEAR, as_patterns, first_match, matches
@@ -29,7 +29,7 @@ MIXED = "mixed-precision"
 """compressed-tensors' name for a checkpoint whose config groups are of several schemes."""
 
 
-class CompressedTensors:
+class CompressedTensors(ExportDefaults):
     name = METHOD
 
     @property
@@ -108,25 +108,11 @@ class CompressedTensors:
             "kv_cache_scheme": None,
         }
 
-    def file_metadata(
-        self,
-        specs: Mapping[str, WeightFormat],
-        shapes: Mapping[str, tuple[int, int]],
-        plain: Sequence[str],
-    ) -> dict[str, str]:
-        return {"format": "pt"}
-
-    def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {}
-
     def kv_cache(self, kv_format: str) -> dict[str, Any] | None:
         return {"kv_cache_scheme": FP8_KV_CACHE} if kv_format == "fp8" else None
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
         return f"{attention}.k_scale", f"{attention}.v_scale"
-
-    def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        return spec.bits_per_weight(n, k)
 
     def _stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
         for _, scheme in SCHEMES.items():
