@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from scalegate.kernels.device import compute_capability
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
@@ -162,4 +163,9 @@ def pretended_gpu(capability: int, memory: int = 80 << 30) -> Iterator[Recording
         for name in ("stream", "device_of", "device"):
             patch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
         patch.setattr(triton.runtime.driver, "_active", Driver(capability))
-        yield recording
+        # It remembers what the GPU before this one was.
+        compute_capability.cache_clear()
+        try:
+            yield recording
+        finally:
+            compute_capability.cache_clear()
