@@ -42,7 +42,8 @@ LONG_WORKLOAD = replace(WORKLOAD, ms=(1, 2, 4, M, 2 * M), output_len=64, max_blo
 IN_USE = replace(WORKLOAD, draws_between=True)
 MANY_IN_USE = replace(IN_USE, ms=(1, 4 * M))
 """With as many sampled tokens as the release policy's load has: they tell a temperature that is 10% off."""
-LONG_PROMPTS = replace(WORKLOAD, input_len=1100, decoding_apart=True, max_blocks=11)
+LONG_PROMPTS = replace(WORKLOAD, input_len=1100, decoding_apart=True, max_blocks=48)
+"""A quiet machine needs ten blocks; where consecutive ones are correlated, many more."""
 OPTIONS = sized_options({"device": "cpu", "max_num_seqs": 4 * M}, LONG_PROMPTS)
 assert OPTIONS.max_model_len is not None
 CONTEXT = OPTIONS.max_model_len

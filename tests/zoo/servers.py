@@ -50,7 +50,8 @@ def reads_prompts(engine: Engine) -> bool:
     return bool(scheduler.waiting) or any(one.is_prefilling for one in scheduler.running)
 
 
-@fault("engine", "decode throughput", "a decode step takes", long_prompts=True)
+# Measuring ends when either throughput is decided, of whole requests or of decoding: latency says why.
+@fault("engine", "latency", "every decode step takes longer", long_prompts=True)
 def slow_decode_at_length(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     return lambda step: slowed(step, 1 if reads_prompts(engine) else SLOWER)
 

@@ -5,6 +5,7 @@ while others decode, and in what is left when it has ended. `servers.py` has the
 """
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,18 @@ WRONG = "not what the artifact's own logits give"
 
 def hidden(where: str, check: str, words: str) -> Callable[[Any], Any]:
     return fault(where, check, words, in_use=True)
+
+
+def before_answering(change: Callable[[Traffic, Generation], None]) -> Callable[..., Deltas]:
+    """A fault in what is kept of a request or made of it: it is answered as usual afterwards."""
+
+    @functools.wraps(change)
+    async def answer(traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]) -> Deltas:
+        change(traffic, generation)
+        async for some in deltas():
+            yield some
+
+    return answer
 
 
 def under_way(engine: Engine) -> int:
@@ -249,35 +262,26 @@ def long_answers_cut_short(asked: SamplingParams) -> SamplingParams:
 
 
 @hidden("request", "answers as asked", "stop")
-async def stop_strings_ignored(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def stop_strings_ignored(traffic: Traffic, generation: Generation) -> None:
     for text in generation._texts:
         text._stops = StopStrings(())
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "answers as asked", "tokens")
-async def another_chat_template(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def another_chat_template(traffic: Traffic, generation: Generation) -> None:
     """Without the tokens that begin an answer."""
     if is_chat(generation):
         del generation.prompts[0][-2:]
         generation.prompt_tokens -= 2
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "text in use", "only answers in a chat are wrong")
-async def another_chat_template_of_the_same_length(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def another_chat_template_of_the_same_length(traffic: Traffic, generation: Generation) -> None:
     if is_chat(generation):
         generation.prompts[0].reverse()
-    async for some in deltas():
-        yield some
 
 
 def is_chat(generation: Generation) -> bool:
@@ -285,9 +289,8 @@ def is_chat(generation: Generation) -> bool:
 
 
 @hidden("request", "text in use", WRONG)
-async def shared_prefixes_mixed_up(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def shared_prefixes_mixed_up(traffic: Traffic, generation: Generation) -> None:
     """Of two prompts that begin alike, the later one reads a page of the earlier one's too much."""
     prompt = generation.prompts[0]
     first = traffic.prefixes.setdefault(tuple(prompt[:SHARED]), list(prompt))
@@ -296,46 +299,34 @@ async def shared_prefixes_mixed_up(
     if alike >= SHARED:
         page = first[alike : alike + SHARED][: len(prompt) - alike]
         prompt[alike : alike + len(page)] = page
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "at rest", "memory grows by")
-async def memory_kept_of_every_request(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def memory_kept_of_every_request(traffic: Traffic, generation: Generation) -> None:
     traffic.kept.append(b"x" * LEAKED)
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "at rest", "memory grows by")
-async def memory_kept_of_every_stream_that_is_sampled(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def memory_kept_of_every_stream_that_is_sampled(traffic: Traffic, generation: Generation) -> None:
     if any(params.temperature for params in generation._params):
         traffic.kept.append(b"x" * LEAKED)
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "at rest", "memory grows by")
-async def memory_kept_of_every_chat(
-    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
-) -> Deltas:
+@before_answering
+def memory_kept_of_every_chat(traffic: Traffic, generation: Generation) -> None:
     if is_chat(generation):
         traffic.kept.append(b"x" * LEAKED)
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "sampling", "the temperature is ignored")
-async def greedy_chats(traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]) -> Deltas:
+@before_answering
+def greedy_chats(traffic: Traffic, generation: Generation) -> None:
     """A route that knows fewer fields than the other one."""
     if is_chat(generation):
         generation._params = [replace(params, temperature=0.0) for params in generation._params]
-    async for some in deltas():
-        yield some
 
 
 @hidden("request", "speed in use", "the first token of chats takes")

@@ -55,8 +55,7 @@ def test_a_sound_server_passes(zoo: Zoo):
 @pytest.mark.exhaustive
 def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
     """A CPU may read prompts faster in bfloat16 than in INT4, which is not what is asked here."""
-    # A busy machine takes more than the 11 blocks that the faults get.
-    judgement = zoo.judged(workload=replace(LONG_PROMPTS, max_blocks=48))
+    judgement = zoo.judged(workload=LONG_PROMPTS)
     assert next(check.status for check in judgement.checks if check.name == DECODE_THROUGHPUT) == "pass", (
         not_passed(judgement)
     )
@@ -64,7 +63,9 @@ def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
 
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     one = FAULTS[fault]
-    judgement = zoo.judged(fault, workload=replace(workload_for(one), seed=2 + run), in_use=one.in_use)
+    # What is rare may not happen in the seconds that a curve takes on a fast machine.
+    in_use = one.in_use or one.rare
+    judgement = zoo.judged(fault, workload=replace(workload_for(one), seed=2 + run), in_use=in_use)
     caught = not_passed(judgement)
     print(f"{fault}, run {run}: {judgement.status}, {measured(judgement, one.check)}, {caught}")
     assert judgement.status == "fail", caught

@@ -18,4 +18,5 @@ def test_memory_and_records_do_not_grow_with_the_checkpoint(tmp_path: Path):
     assert found["read_bytes"] >= 60_000_000
     weights = found["peak_bytes"] - found["imports_peak_bytes"]
     assert weights < 512 << 20, "it holds a block of a weight, and what the headers say"
-    assert found["record_bytes_a_weight"] < 500
+    # Its name, its shape, the fields of its format and a few numbers, in JSON: ten lines of text.
+    assert found["record_bytes_a_weight"] < 800
