@@ -31,7 +31,15 @@ def compares_numbers(file: Path) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests of numbers are `numeric` without anybody's remembering it: `on_each_isa.py` runs them."""
+    """Tests of numbers are `numeric` without anybody's remembering it: `on_each_isa.py` runs them.
+
+    Raises:
+        pytest.UsageError: if a test is named by an address, which differs in each process of pytest-xdist.
+    """
+    if " at 0x" in item.name:
+        raise pytest.UsageError(
+            f"{item.nodeid}: give its parameters `ids` that are the same in every process"
+        )
     if compares_numbers(item.path):
         item.add_marker(pytest.mark.numeric)
 

@@ -53,9 +53,9 @@ SEED_OF_BLOCKS = 700_000
 """Of the first block, after the workload's own: prompts differ from those of the repeats."""
 PROFILE_BLOCKS = 4
 """Of a profile, on either side: limits of four have three degrees of freedom."""
-PROFILE_SHARE = 0.2
-"""Share of the time until then, in which all requests of a profile come. The last of them was answered after
-1.8 times as long on two shared cores, so a verdict takes some 1.3 times as long with a profile."""
+PROFILE_SHARE = 0.12
+"""Share of the time until then, in which all requests of a profile come: both servers take four times as long
+to answer them on two cores, so a verdict takes half as long again with a profile."""
 SEED_OF_PROFILE = SEED_OF_BLOCKS + BLOCKS
 
 

@@ -34,7 +34,9 @@ def operand_and_truth(layout: PortableLayout, spec: WeightFormat, n: int, k: int
     return operand, weight.dequantize(torch.float64)
 
 
-@pytest.mark.parametrize(("layout", "spec"), exhaustive_but(FORMS, *KEPT), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "spec"), exhaustive_but(FORMS, *KEPT), ids=lambda value: getattr(value, "name", str(value))
+)
 @pytest.mark.parametrize("m", [1, 17])
 def test_every_format_agrees_with_float64(m: int, layout: PortableLayout, spec: WeightFormat):
     n, k = 70, 768
