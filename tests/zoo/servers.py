@@ -69,7 +69,7 @@ def throttled_device(engine: Engine) -> Callable[[Step], list[StepOutput]]:
     def step_hot(step: Step) -> list[StepOutput]:
         began.append(began[0] if began else time.monotonic())
         del began[1:]
-        return slowed(step, SLOWER if time.monotonic() - began[0] > 2 else 1)
+        return slowed(step, SLOWER if time.monotonic() - began[0] > 0.5 else 1)
 
     return step_hot
 
@@ -186,7 +186,7 @@ def pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
 
 @fault("engine", "stalls", "stalled", rare=True)
 def rare_pauses(engine: Engine) -> Callable[[Step], list[StepOutput]]:
-    return paused(every=10.0, seconds=0.4)
+    return paused(every=5.0, seconds=0.4)
 
 
 @fault("engine", "stalls", "stalled", rare=True)
