@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..triton_imports import tl, triton
 from . import packed
-from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word
+from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word, join_slices, part_of, slice_types, slices_of
 from .routing import ExpertRouting
 from .tile import Tile
 
@@ -121,57 +121,56 @@ def reference_weight(
 
 
 @triton.constexpr_function
-def unpack_asm(group_size, fractional, half):
-    """PTX that turns two words of a row and its scale_words into the eight registers of its slices."""
+def unpack_asm(group_size, fractional, half, slices):
+    """PTX that turns two words of a row and its scale_words into the registers of these slices."""
     kind = "f16x2" if half else "bf16x2"
     code, unit, centre = (
         ("0x64006400", "0x3C003C00", "0xE408E408") if half else ("0x43004300", "0x3F803F80", "0xC308C308")
     )
     lines = [".reg .b32 t, scale, low, one, centre, nothing;"]
     lines += [f"mov.b32 one, {unit};", f"mov.b32 centre, {centre};", "mov.b32 nothing, 0x80008000;"]
-    for j in range(8):
-        if j * 16 % group_size == 0:
-            scale_words = f"${10 + 2 * (j * 16 // group_size)}"
+    words = len(slices)
+    for at, j in enumerate(slices):
+        if at == 0 or j * 16 % group_size == 0:
+            scale_words = f"${words + 2 + 2 * (j * 16 // group_size)}"
             lines += [
                 f"prmt.b32 low, {scale_words}, 0, 0x1010;",
                 f"prmt.b32 scale, {scale_words}, 0, 0x3232;",
             ]
-        source = f"${8 + j // 4}"
+        source = f"${words + j // 4}"
         if j % 4:
             lines.append(f"shr.u32 t, {source}, {4 * (j % 4)};")
             source = "t"
         lines.append(f"lop3.b32 t, {source}, 0x000F000F, {code}, 0xEA;")
         lines.append(f"fma.rn.{kind} t, t, one, {'centre' if fractional else 'low'};")
-        lines.append(f"fma.rn.{kind} ${j}, t, scale, {'low' if fractional else 'nothing'};")
+        lines.append(f"fma.rn.{kind} ${at}, t, scale, {'low' if fractional else 'nothing'};")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @triton.constexpr_function
-def unpack_constraints(group_size):
-    return ",".join(["=&r"] * 8 + ["r"] * (2 + 2 * (128 // group_size)))
-
-
-@triton.constexpr_function
-def slice_types(half):
-    return (tl.float16 if half else tl.bfloat16,) * 8
+def unpack_constraints(group_size, parts):
+    return ",".join(["=&r"] * (8 // parts) + ["r"] * (2 + 2 * (128 // group_size)))
 
 
 @triton.jit
-def unpack_in_registers(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
-    """The tile [BN, 128] of words [BN, 16] and one to four scale_words [BN, 16], joined last."""
-    asm: tl.constexpr = unpack_asm(DECODER.group_size, DECODER.fractional, DECODER.half)
-    constraints: tl.constexpr = unpack_constraints(DECODER.group_size)
-    types: tl.constexpr = slice_types(DECODER.half)
+def unpack_in_registers(
+    words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):
+    """Of the tile [BN, 128] of words [BN, 16] and one to four scale_words [BN, 16] a part."""
+    slices: tl.constexpr = slices_of(PART, PARTS)
+    asm: tl.constexpr = unpack_asm(DECODER.group_size, DECODER.fractional, DECODER.half, slices)
+    constraints: tl.constexpr = unpack_constraints(DECODER.group_size, PARTS)
+    types: tl.constexpr = slice_types(DECODER.half, PARTS)
     inputs = (words,) + scale_words  # noqa: RUF005
-    part = tl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=True, pack=2)
-    even = tl.join(tl.join(part[0], part[4]), tl.join(part[2], part[6]))
-    odd = tl.join(tl.join(part[1], part[5]), tl.join(part[3], part[7]))
-    slices = tl.join(even, odd)  # row, column, j / 4, j / 2 % 2, j % 2
-    return tl.reshape(tl.permute(slices, [0, 2, 3, 4, 1]), [BN, 128])
+    return join_slices(
+        tl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=True, pack=2), BN
+    )
 
 
 @triton.jit
-def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
+def unpack_plainly(
+    words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):
     """The same function without PTX, for the interpreter."""
     DTYPE: tl.constexpr = tl.float16 if DECODER.half else tl.bfloat16
     GROUP: tl.constexpr = DECODER.group_size
@@ -189,7 +188,7 @@ def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
         weight = (code - 8.0) * scale + low
     else:
         weight = (code + (low + (1024.0 if DECODER.half else 128.0))) * scale
-    return weight.to(DTYPE)
+    return part_of(weight.to(DTYPE), BN, PART, PARTS)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..nvfp4 import packing
 from ..nvfp4.instructions import code_lines, scale_lines
 from ..triton_imports import tl, triton
-from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word
+from .packed import TILE_K, TILE_N, ExpertsDecoder, by_word, join_slices, part_of, slice_types, slices_of
 
 SCALE_ROWS = 2
 STRAY = tl.constexpr(packing.STRAY)
@@ -54,39 +54,38 @@ def reference_weight(words: Tensor, scale_words: Tensor) -> Tensor:
 
 
 @triton.constexpr_function
-def unpack_asm():
-    """PTX that turns two words of a row and its two words of scales into the eight registers of its
-    slices.
-    """
+def unpack_asm(slices):
+    """PTX that turns two words of a row and its two words of scales into the registers of these slices."""
     lines = [".reg .b32 t, scales, one, nothing;", ".reg .b16 half0, half1;", "mov.b32 nothing, 0x80008000;"]
-    for j in range(8):
+    words = len(slices)
+    for at, j in enumerate(slices):
         if j % 2 == 0:
-            lines += scale_lines("scales", f"${10 + 2 * (j // 4)}", j % 4 // 2)
+            lines += scale_lines("scales", f"${words + 2 + 2 * (j // 4)}", j % 4 // 2)
             lines.append("mov.b32 {half0, half1}, scales;")
-        lines += code_lines(f"${j}", f"${8 + j // 4}", j % 4)
+        lines += code_lines(f"${at}", f"${words + j // 4}", j % 4)
         # Multiplying alone is not there for bf16 before Hopper.
         lines.append(f"mov.b32 one, {{half{j % 2}, half{j % 2}}};")
-        lines.append(f"fma.rn.bf16x2 ${j}, ${j}, one, nothing;")
+        lines.append(f"fma.rn.bf16x2 ${at}, ${at}, one, nothing;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
+@triton.constexpr_function
+def unpack_constraints(parts):
+    return ",".join(["=&r"] * (8 // parts) + ["r"] * 6)
+
+
 @triton.jit
-def unpack_in_registers(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
-    """The tile [BN, 128] of words [BN, 16] and two scale_words [BN, 16], joined last."""
-    asm: tl.constexpr = unpack_asm()
+def unpack_in_registers(
+    words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):
+    """Of the tile [BN, 128] of words [BN, 16] and two scale_words [BN, 16] a part."""
+    asm: tl.constexpr = unpack_asm(slices_of(PART, PARTS))
+    constraints: tl.constexpr = unpack_constraints(PARTS)
+    types: tl.constexpr = slice_types(False, PARTS)
     inputs = (words,) + scale_words  # noqa: RUF005
-    part = tl.inline_asm_elementwise(
-        asm,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
-        inputs,
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=2,
+    return join_slices(
+        tl.inline_asm_elementwise(asm, constraints, inputs, dtype=types, is_pure=True, pack=2), BN
     )
-    even = tl.join(tl.join(part[0], part[4]), tl.join(part[2], part[6]))
-    odd = tl.join(tl.join(part[1], part[5]), tl.join(part[3], part[7]))
-    slices = tl.join(even, odd)  # row, column, j / 4, j / 2 % 2, j % 2
-    return tl.reshape(tl.permute(slices, [0, 2, 3, 4, 1]), [BN, 128])
 
 
 @triton.constexpr_function
@@ -116,7 +115,9 @@ def plain_slice(words, SLICE: tl.constexpr):
 
 
 @triton.jit
-def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
+def unpack_plainly(
+    words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):
     """The same function without PTX, for the interpreter."""
     even = tl.join(plain_slice(words, 0), plain_slice(words, 2))
     odd = tl.join(plain_slice(words, 1), plain_slice(words, 3))
@@ -128,7 +129,7 @@ def unpack_plainly(words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr):
         word = tl.max(scale_words[j // 4], axis=1)[:, None]
         half = (rotated(word, 8 * (j % 4 // 2)) >> (16 * (j % 2))) & 0x0FF0
         scale = tl.where(slice_ == j, widen(half | 0x7000), scale)
-    return (codes * scale).to(tl.float16 if DECODER.half else tl.bfloat16)
+    return part_of((codes * scale).to(tl.float16 if DECODER.half else tl.bfloat16), BN, PART, PARTS)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,10 @@ REUSED_FROM = 64
 class ExpertsDecoder(ABC):
     """A format's parameters and its device functions; the kernel is compiled for each.
 
-    unpack_in_registers(words, scales, DECODER, BN)   the tile [BN, 128] of words [BN, 16] and `scale_rows`
-                                                      scale words [BN, 16], joined last
-    unpack_plainly(words, scales, DECODER, BN)        the same without PTX: for the interpreter
+    unpack_in_registers(words, scales, DECODER, BN, PART, PARTS)   of the tile [BN, 128] of words [BN, 16] and
+                                                                   `scale_rows` scale words [BN, 16] one part
+                                                                   of 1, 2 or 4 along the columns
+    unpack_plainly(words, scales, DECODER, BN, PART, PARTS)        the same without PTX: for the interpreter
 
     half  activations and weights are fp16, else bf16
     """
@@ -104,6 +105,43 @@ def load_scales(at, rows, COUNT: tl.constexpr, BN: tl.constexpr):
     else:
         low = of_rows(at, BN), of_rows(at + rows, BN)
         return low + (of_rows(at + 2 * rows, BN), of_rows(at + 3 * rows, BN))  # noqa: RUF005
+
+
+@triton.constexpr_function
+def slices_of(part, parts):
+    """The slices of a part of a tile."""
+    return list(range(8 * part // parts, 8 * (part + 1) // parts))
+
+
+@triton.constexpr_function
+def slice_types(half, parts):
+    return (tl.float16 if half else tl.bfloat16,) * (8 // parts)
+
+
+@triton.jit
+def join_slices(slices, BN: tl.constexpr):
+    """Slices [BN, 16], eight, four or two, side by side."""
+    COUNT: tl.constexpr = len(slices)
+    if COUNT == 8:
+        even = tl.join(tl.join(slices[0], slices[4]), tl.join(slices[2], slices[6]))
+        odd = tl.join(tl.join(slices[1], slices[5]), tl.join(slices[3], slices[7]))
+        joined = tl.join(even, odd)  # row, column, j / 4, j / 2 % 2, j % 2
+        return tl.reshape(tl.permute(joined, [0, 2, 3, 4, 1]), [BN, 128])
+    elif COUNT == 4:
+        joined = tl.join(tl.join(slices[0], slices[2]), tl.join(slices[1], slices[3]))
+        return tl.reshape(tl.permute(joined, [0, 2, 3, 1]), [BN, 64])
+    else:
+        return tl.reshape(tl.permute(tl.join(slices[0], slices[1]), [0, 2, 1]), [BN, 32])
+
+
+@triton.jit
+def part_of(tile, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """One part of [BN, 128] along the columns, for the interpreter."""
+    if PARTS == 1:
+        return tile
+    else:
+        chosen = (tl.arange(0, PARTS) == PART)[None, :, None]
+        return tl.sum(tl.where(chosen, tl.reshape(tile, [BN, PARTS, 128 // PARTS]), 0.0), axis=1)
 
 
 class Form(NamedTuple):
@@ -168,9 +206,9 @@ def packed_grouped_kernel(
             scales = load_scales(scales_at + chain * rows * SCALE_ROWS, rows, SCALE_ROWS, BN)
             x_tile = tl.load(x_at + chain * 128, mask=inside, other=0.0)
             if FORM.asm:
-                weight = DECODER.unpack_in_registers(word, scales, DECODER, BN)
+                weight = DECODER.unpack_in_registers(word, scales, DECODER, BN, 0, 1)
             else:
-                weight = DECODER.unpack_plainly(word, scales, DECODER, BN)
+                weight = DECODER.unpack_plainly(word, scales, DECODER, BN, 0, 1)
             if chain == 0:
                 accumulator = tl.dot(weight, x_tile, accumulator)
             else:

@@ -38,11 +38,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import compute_capability
 from ..experts.packed import ExpertsDecoder, load_scales
-from ..invariant_matmul import MAX_SPLIT_ROWS, SPLIT_TILE, splits_of
 from ..triton_imports import tl, triton
-from .tiles import STEP_COLUMNS, Tile, tile_for
+from .tiles import MAX_SPLIT_ROWS, STEP_COLUMNS, TILE_ROWS, Tile, splits_of, tile_for
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,7 @@ class Form(NamedTuple):
     evict: str
     bm: int
     bn: int
+    parts: int
     asm: bool
 
 
@@ -87,22 +86,25 @@ def _sum_tiles(
     BN: tl.constexpr = FORM.bn
     SCALE_ROWS: tl.constexpr = DECODER.scale_rows
     accumulator = tl.zeros([BN, BM], tl.float32)
-    column = tl.arange(0, 128)
+    PARTS: tl.constexpr = FORM.parts
+    WIDTH: tl.constexpr = 128 // PARTS
+    column = tl.arange(0, WIDTH)
     # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
     tl.assume(end > begin)
     for k_tile in range(begin, end):
-        first = k_tile % plane_tiles * 128
-        inside = in_x
-        if not FORM.even_k:
-            inside = inside & (first + column < K)[:, None]
         word = tl.load(words_at + k_tile * 1024, eviction_policy=FORM.evict)
         scales = load_scales(scales_at + k_tile * rows * SCALE_ROWS, rows, SCALE_ROWS, BN)
-        x_tile = tl.load(x_at + first, mask=inside, other=0.0)
-        if FORM.asm:
-            weight = DECODER.unpack_in_registers(word, scales, DECODER, BN)
-        else:
-            weight = DECODER.unpack_plainly(word, scales, DECODER, BN)
-        accumulator = tl.dot(weight, x_tile, accumulator)
+        for part in tl.static_range(PARTS):
+            first = k_tile % plane_tiles * 128 + part * WIDTH
+            inside = in_x
+            if not FORM.even_k:
+                inside = inside & (first + column < K)[:, None]
+            x_part = tl.load(x_at + first, mask=inside, other=0.0)
+            if FORM.asm:
+                weight = DECODER.unpack_in_registers(word, scales, DECODER, BN, part, PARTS)
+            else:
+                weight = DECODER.unpack_plainly(word, scales, DECODER, BN, part, PARTS)
+            accumulator = tl.dot(weight, x_part, accumulator)
     return accumulator
 
 
@@ -135,7 +137,7 @@ def portable_kernel(
         tl.int64
     )  # past the end: the last again, and not stored
     in_x = (m < M)[None, :]
-    x_at = x + m[None, :] * K + tl.arange(0, 128)[:, None]
+    x_at = x + m[None, :] * K + tl.arange(0, 128 // FORM.parts)[:, None]
     words_at = words + (row_tile * k_tiles * 64 + n % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
     scales_at = scale_words + row_tile * 64 + n % 64
     y_at = y + m[None, :] * N + n[:, None]
@@ -172,17 +174,16 @@ def portable_kernel(
 def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None) -> Tensor:
     """A new y [M, n]; x is contiguous. `tile` overrides the table, for tuning."""
     m, k = x.shape
-    rows, k_tiles = weight.words.shape[0] * SPLIT_TILE, weight.words.shape[1]
+    rows, k_tiles = weight.words.shape[0] * TILE_ROWS, weight.words.shape[1]
     plane_tiles = k_tiles // weight.planes
     if triton.cdiv(k, STEP_COLUMNS) != plane_tiles:
         raise ValueError(f"x has {k} columns, the packed weight {plane_tiles} tiles of {STEP_COLUMNS}")
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return y
-    capability = compute_capability(x.device)
-    splits = splits_of(n, k * weight.planes)
+    splits = splits_of(n, k_tiles)
     sequential = splits > 1 and m > MAX_SPLIT_ROWS
-    tile = tile or tile_for(m, sequential, capability)
+    tile = tile or tile_for(m, sequential)
     own = 1 if sequential else splits
     tiles_m, tiles_n = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
     scratch = tiles_m * tiles_n * tile.bm * tile.bn * splits if own > 1 else 1
@@ -194,7 +195,8 @@ def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None)
         evict="evict_first" if tiles_m == 1 else "",
         bm=tile.bm,
         bn=tile.bn,
-        asm=capability >= (8, 0),
+        parts=tile.parts,
+        asm=x.device.type == "cuda",
     )
     portable_kernel[(tiles_m * tiles_n, own)](
         x, weight.words, weight.scale_words, weight.factor, y, partials, weight.semaphores,

@@ -1,55 +1,74 @@
-"""Tiles of the portable packed product, by rows of x and by the shared memory of a multiprocessor.
+"""Tiles and splits of the portable packed product: by rows of x, and by the weight's shape.
 
-By arithmetic, not by measurement: no number here was timed on a GPU that it is for. A step of the loop brings
-128 columns into shared memory, `64 bn` bytes of words and `256 bm` bytes of x. Triton keeps `stages - 1`
-steps there, since a step's numbers are in registers when the next is asked for. `stages` is at most 4, which
-is three steps in flight: a step takes about 200 cycles, and memory about 600. Up to 64 rows two CTAs and more
-share a multiprocessor.
+As tuned for Qwen3-8B's shapes in INT4 on an H200 that runs code for 8.0, by translation
+(`tests/bench/kernels/portable_tiles.py`); nothing was timed on an older GPU. A step of the loop brings 128
+columns into shared memory, `64 bn` bytes of words and `256 bm` bytes of x. Triton keeps `stages - 1` steps
+there, since a step's numbers are in registers when the next is asked for. All tiles fit into the 99 KB of
+8.6, 8.9 and 12.x, twice.
 
-    rows of x    bm   bn   KB a step   99 KB (8.6, 8.9, 12.x)   163 KB (8.0)      227 KB (9.0, 10.x)
-          16     16   64          8    4 stages, 24 KB          4                 4
-          32     32   64         12    4 stages, 36 KB          4                 4
-          64     64  128         24    3 stages, 48 KB          4 stages, 72 KB   4
-    and more    128  128         40    3 stages, 80 KB          4 stages, 120 KB  4
-    in turns    128   64         36    3 stages, 72 KB          4 stages, 108 KB  4
+    rows of x    bm   bn   warps   parts   KB in flight
+           8      8   64       2       2   18
+          16     16   64       2       2   24
+          32     32   64       4       2   36
+          64     64   64       4       2   40
+    and more     64  128       4       4   48
 
-In turns: if a CTA takes all splits of K, it keeps their total beside the sums of the split it is at, so it
-has half as many. A thread then holds 64 sums at most in every tile, beside 32 registers of decoded weights.
+A warp has 16 or 32 rows of the weight and all rows of x: so no two decode the same weights. A tile is decoded
+in parts, each multiplied before the next: as a whole it takes 128 registers beside 64 sums.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..triton_imports import triton
 
 STEP_COLUMNS = 128
+TILE_ROWS = 64
+"""Rows of a weight in the smallest tile, by which splits and semaphores are counted."""
+MAX_SPLIT_ROWS = 256
+"""Rows of x up to which splits have CTAs of their own."""
+SLOTS = 512
+"""CTAs that a large GPU runs at a time, with few rows. A constant: splits must not follow the device."""
+MAX_SPLITS = 8
+MIN_STEPS = 8
+"""Of a split: fewer take as long to start as to sum."""
 
 
 @dataclass(frozen=True)
 class Tile:
     """bm: rows of x; bn: rows of the weight; warps: of a CTA.
 
-    stages: steps in flight, and the one that is multiplied
+    stages: steps in flight, and the one that is multiplied; parts: in which a step is decoded
     """
 
     bm: int
     bn: int
     stages: int
     warps: int
+    parts: int
 
 
-TILES = (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 128, 4, 8), Tile(128, 128, 4, 8))
-"""Ascending by rows of x; more rows take several of the last."""
-IN_TURNS = Tile(128, 64, 4, 8)
-LARGE_STEPS_FROM = 64
-"""Rows of x in a tile from which 99 KB have room for three stages only."""
-SMALL_SHARED = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities with 99 KB of shared memory for a CTA, by NVIDIA's table."""
+TILES = (Tile(8, 64, 4, 2, 2), Tile(16, 64, 4, 2, 2), Tile(32, 64, 4, 4, 2), Tile(64, 64, 3, 4, 2))
+"""Ascending by rows of x."""
+MORE_ROWS = Tile(64, 128, 3, 4, 4)
+IN_TURNS = Tile(64, 128, 3, 4, 2)
+"""If a CTA takes all splits of K, one after the other."""
 
 
-def tile_for(m: int, sequential: bool, capability: tuple[int, int]) -> Tile:
-    """The tile for m rows of x on a GPU of this compute capability.
+def tile_for(m: int, sequential: bool) -> Tile:
+    """The tile for m rows of x; sequential: one CTA takes all splits of K."""
+    if sequential:
+        return IN_TURNS
+    return next((tile for tile in TILES if m <= tile.bm), MORE_ROWS)
 
-    sequential: one CTA takes all splits of K
-    """
-    tile = IN_TURNS if sequential else next((tile for tile in TILES if m <= tile.bm), TILES[-1])
-    if capability in SMALL_SHARED and tile.bm >= LARGE_STEPS_FROM:
-        return replace(tile, stages=3)
-    return tile
+
+@lru_cache(maxsize=4096)
+def splits_of(n: int, steps: int) -> int:
+    """The number of splits of K, of so many steps: by the weight's shape alone, so that a row fills a GPU."""
+    return max(1, min(MAX_SPLITS, steps // MIN_STEPS, SLOTS // triton.cdiv(n, TILE_ROWS)))
+
+
+def semaphores_of(n: int) -> int:
+    """int32 zeros that a weight of n rows needs; every product resets them to zero."""
+    more = triton.cdiv(n, MORE_ROWS.bn) * triton.cdiv(MAX_SPLIT_ROWS, MORE_ROWS.bm)
+    return max(more, triton.cdiv(n, TILE_ROWS))

@@ -39,22 +39,22 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     SWAP_AB,
     NVFP4_SWAP_AB,
     INT8_SWAP_AB,
-    Tinygemm(),
     SWAP_AB_INVARIANT,
     NVFP4_SWAP_AB_INVARIANT,
     INT8_SWAP_AB_INVARIANT,
+    INT4_PORTABLE,
+    NVFP4_PORTABLE,
+    Tinygemm(),
     IQ2_XXS,
     CPU_INT4,
     CPU_DEQUANTIZED,
     CPU_EMULATED,
     GPU_DEQUANTIZED,
     # Layouts below the exact product are chosen only by a measurement or by the user: they round what should
-    # be float32, or are slower still, or use third-party kernels, which are checked before they are used, or
-    # were never run by us.
+    # be float32, or are slower still with some number of rows, or use third-party kernels, which are checked
+    # before they are used.
     Dequantize(),
     EMULATED,
-    INT4_PORTABLE,
-    NVFP4_PORTABLE,
     INT8_PORTABLE,
     CpuOneDnn(),
     CPU_INT4_CAST,

@@ -14,10 +14,10 @@ from torch import Tensor
 from ...base.batch_invariance import INVARIANCE_MODES
 from ...kernels.experts import int4, nvfp4
 from ...kernels.experts.packed import ExpertsDecoder
-from ...kernels.invariant_matmul import semaphores_of
 from ...kernels.nvfp4.packing import FACTOR
 from ...kernels.portable import int8
 from ...kernels.portable.packed_matmul import PortableOperand, matmul
+from ...kernels.portable.tiles import semaphores_of
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.int8 import Int8, Int8Weight
 from ..formats.nvfp4 import NVFP4, NVFP4Weight
@@ -72,8 +72,8 @@ class Packing(Protocol):
 class PortableLayout:
     """The portable kernel on one format's packed bytes."""
 
-    run_on: tuple[tuple[int, int], ...] = ()
-    translated_for: tuple[tuple[int, int], ...] = ()
+    run_on = ((9, 0),)
+    translated_for = ((8, 0), (8, 9))
 
     def __init__(self, packing: Packing):
         self.packing = packing

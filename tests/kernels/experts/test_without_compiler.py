@@ -54,8 +54,13 @@ def executed(asm: str, operands: dict[str, np.ndarray], dtype: torch.dtype) -> d
             answer = low | high << np.uint32(16)
         else:
             raise AssertionError(line)
-        registers[to] = np.broadcast_to(np.asarray(answer, np.uint32), operands["$8"].shape)
+        registers[to] = np.broadcast_to(np.asarray(answer, np.uint32), next(iter(operands.values())).shape)
     return registers
+
+
+def plain(value):
+    """What a constant of Triton's holds."""
+    return getattr(value, "value", value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -69,12 +74,16 @@ def test_the_ptx_unpacks_what_was_packed(group, fractional, dtype):
     words, scale_words = int4.pack(codes, scale, zero if fractional else zero.to(torch.uint8), group, dtype)
     expected = int4.reference_weight(words, scale_words, 64, group, fractional, dtype)[0]
     pairs = words.view(64, 8, 2).numpy().view(np.uint32)
-    operands = {"$8": pairs[..., 0], "$9": pairs[..., 1]}
+    inputs = [pairs[..., 0], pairs[..., 1]]
     for i in range(128 // group):
-        operands[f"${10 + 2 * i}"] = np.repeat(scale_words[0, i].numpy().view(np.uint32)[:, None], 8, 1)
-    asm = int4.unpack_asm(group, fractional, dtype == torch.float16)
-    registers = executed(getattr(asm, "value", asm), operands, dtype)
-    for j in range(8):
-        even, odd = halves(registers[f"${j}"], dtype)
-        slice_of = torch.stack((even, odd), -1).flatten(1)
-        assert torch.equal(slice_of, expected[:, 16 * j : 16 * j + 16].double()), j
+        of_rows = np.repeat(scale_words[0, i].numpy().view(np.uint32)[:, None], 8, 1)
+        inputs += [of_rows, of_rows]
+    for part, parts in [(part, count) for count in (1, 2, 4) for part in range(count)]:
+        slices = plain(packed.slices_of(part, parts))
+        operands = {f"${len(slices) + i}": given for i, given in enumerate(inputs)}
+        asm = plain(int4.unpack_asm(group, fractional, dtype == torch.float16, slices))
+        registers = executed(asm, operands, dtype)
+        for at, j in enumerate(slices):
+            even, odd = halves(registers[f"${at}"], dtype)
+            slice_of = torch.stack((even, odd), -1).flatten(1)
+            assert torch.equal(slice_of, expected[:, 16 * j : 16 * j + 16].double()), (parts, j)

@@ -1,0 +1,129 @@
+"""Times tiles of the portable packed product in INT4 on the shapes of Qwen3-8B, as code for an older GPU.
+
+    python -P tests/bench/kernels/portable_tiles.py --m 8,64,512 --out OUT/portable_tiles.json
+    python -P tests/bench/kernels/portable_tiles.py --as 8.9 --m 16
+
+Prints the five fastest of each shape and M with their speed over bf16. All are compiled beforehand, in as
+many processes as there are cores; weights are rotated past the L2 cache, and calls run in CUDA graphs. The
+table in `kernels/portable/tiles.py` was made so; whether answers are right is `portable.py`'s to say.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+ROTATED_BYTES = 300e6
+CALLS, SAMPLES = 40, 4
+SHARED_KB = 160
+MAX_SUMS = 128
+"""Of a thread."""
+
+
+def tiles(m: int) -> Iterator["Tile"]:
+    rows = [bm for bm in (8, 16, 32, 64, 128) if bm <= max(8, 2 * m)]
+    for bm, bn, warps, stages, parts in itertools.product(
+        rows[-2:], (64, 128, 256), (2, 4, 8), (3, 4, 6), (1, 2, 4)
+    ):
+        in_flight = (stages - 1) * (64 * bn + 256 * bm)
+        if bn >= 16 * warps and in_flight <= SHARED_KB * 1024 and bm * bn <= MAX_SUMS * 32 * warps:
+            yield Tile(bm, bn, stages, warps, parts)
+
+
+def setup(capability: str) -> None:
+    """In each process: the older GPU, before anything compiles."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    if capability != "9.0":
+        from older_gpu import pretend
+
+        pretend(*map(int, capability.split(".")))
+    global Int4, INT4_PORTABLE, Tile, matmul, torch
+    import torch
+    from scalegate.kernels.portable.packed_matmul import matmul
+    from scalegate.kernels.portable.tiles import Tile
+    from scalegate.layouts.formats.int4 import Int4
+    from scalegate.layouts.packing.portable import INT4_PORTABLE
+
+
+def operands(n: int, k: int, most: int) -> list:
+    packed = INT4_PORTABLE.pack(Int4(128).random(n, k, torch.device("cuda")), torch.bfloat16)
+    copies = max(2, min(most, int(ROTATED_BYTES // packed.nbytes)))
+    tensors = [{name: tensor.clone() for name, tensor in packed.tensors.items()} for _ in range(copies)]
+    return [INT4_PORTABLE.operand(replace(packed, tensors=of_copy)) for of_copy in tensors]
+
+
+def compile_one(job: tuple[int, tuple[int, ...]]) -> None:
+    m, tile = job
+    for n, k in SHAPES.values():  # with splits of K and without
+        matmul(torch.zeros(m, k, device="cuda", dtype=torch.bfloat16), operands(n, k, 1)[0], n, Tile(*tile))
+    torch.cuda.synchronize()
+
+
+def microseconds(call: Callable[[int], "torch.Tensor"]) -> float:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        call(0)
+        with torch.cuda.graph(graph, stream=stream):
+            for turn in range(CALLS):
+                call(turn)
+        best = float("inf")
+        for _ in range(SAMPLES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) * 1e3 / CALLS)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--m", default="8,16,32,64,128,512")
+    parser.add_argument("--as", dest="capability", default="8.0", choices=["8.0", "8.6", "8.9", "9.0"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = [int(m) for m in options.m.split(",")]
+    setup(options.capability)
+    fields = ("bm", "bn", "stages", "warps", "parts")
+    jobs = [(m, tuple(getattr(tile, name) for name in fields)) for m in rows for tile in tiles(m)]
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(max(1, (os.cpu_count() or 1) - 2), setup, [options.capability]) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
+    results = {}
+    for name, (n, k) in SHAPES.items():
+        packed = operands(n, k, CALLS)
+        count = max(2, int(ROTATED_BYTES // (2 * n * k)))
+        dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        for m in rows:
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+
+            def unquantized(i: int, x=x, dense=dense):
+                return torch.nn.functional.linear(x, dense[i % len(dense)])
+
+            def ours(i: int, tile, x=x, packed=packed, n=n):
+                return matmul(x, packed[i % len(packed)], n, tile)
+
+            timed = [(microseconds(lambda i, tile=tile: ours(i, tile)), tile) for tile in tiles(m)]
+            timed.sort(key=lambda pair: pair[0])
+            bf16 = microseconds(unquantized)
+            results[f"{name} {m}"] = {"bf16": bf16, "tiles": [[us, str(tile)] for us, tile in timed]}
+            best = "  ".join(
+                f"{us:.1f} ({bf16 / us:.2f}) {'/'.join(str(getattr(tile, f)) for f in fields)}"
+                for us, tile in timed[:5]
+            )
+            print(f"{name:8} M={m:<5} bf16 {bf16:.1f}  {best}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"as": options.capability, "microseconds": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
