@@ -10,7 +10,7 @@ KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite",
 
 
 def installed_version(distribution: str) -> str | None:
-    """Its version; None if it is not installed."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

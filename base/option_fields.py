@@ -168,14 +168,15 @@ def parse(cls: type, field: Field[Any], text: str) -> Any:
 
 
 def given_of(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the dataclass among `given`, by field. None stands for not given."""
+    """Those of the `given` options that are fields of the dataclass. None means that an option is not
+    given."""
     return {
         field.name: value for field in options_of(cls) if (value := given.get(name_of(field))) is not None
     }
 
 
 def from_given(cls: type[T], given: Mapping[str, Any]) -> T:
-    """An instance of the dataclass from the options that are given. None stands for not given."""
+    """An instance of the dataclass from the `given` options. None means that an option is not given."""
     return cls(**given_of(cls, given))
 
 
@@ -192,7 +193,7 @@ def values_of(options: object, unlike: object = None) -> dict[str, Any]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line: all that have a value, defaults too."""
+    """Options as words of a command line. Defaults are written too; options without a value are left out."""
     words = []
     for name, value in values.items():
         if isinstance(value, bool):

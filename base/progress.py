@@ -29,7 +29,7 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, *
 
 
 class Bar(tqdm):
-    """tqdm's bar, which an interrupt while it is made leaves fit to be closed."""
+    """tqdm's bar, but an interrupt while the bar is being created leaves an object that can be closed."""
 
     disable: bool = True
 

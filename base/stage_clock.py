@@ -42,5 +42,5 @@ class StageClock:
 
 
 def in_words(seconds: float) -> str:
-    """`40 s`, `3 min`."""
+    """A duration for people to read: `40 s`, `3 min`."""
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{round(seconds / 60)} min"

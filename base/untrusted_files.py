@@ -17,9 +17,10 @@ import yaml
 from .errors import UserError
 
 MAX_BYTES = 32 << 20
-"""Of a JSON file. The largest real ones are indexes of mixture-of-experts models: 100,000 names, 12 MB."""
+"""The size limit of a JSON file. The largest real files are indexes of mixture-of-experts models: 12 MB."""
 MAX_YAML_BYTES = 1 << 20
-"""Of front matter. The largest real ones hold whole tables of scores and take a quarter of this."""
+"""The size limit of front matter. The largest in real model cards hold tables of scores, a quarter of
+this."""
 MAX_VALUES = 2_000_000
 """Commas and opening brackets, which bound the number of values. 200,000 tensors have 1.6 million."""
 MAX_DEPTH = 64

@@ -11,7 +11,7 @@ from .serving import choice_for, log_refusal, serve
 from .stored import int4_weight, int8_weight
 
 INT4_TYPES = {scalar_types.uint4b8: True, scalar_types.uint4: False}
-"""Whether they are symmetric."""
+"""vLLM's types of 4-bit weights, and whether each is symmetric."""
 N_FIRST = {"input_dim": 1, "output_dim": 0}
 
 

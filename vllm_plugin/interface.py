@@ -21,7 +21,7 @@ logger = init_logger("vllm.scalegate_kernels")
 
 AUTO = "auto"
 MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
-"""Imports the name of the Marlin kernel."""
+"""The module of vLLM that imports the Marlin kernel by name."""
 
 
 def offer(
@@ -60,7 +60,7 @@ def two_at_once() -> bool:
 
 
 def most_rows() -> int | None:
-    """The rows of the largest step; None outside of vLLM's loading."""
+    """The number of rows in the largest step; None unless vLLM is loading a model."""
     config = get_current_vllm_config_or_none()
     return None if config is None else config.scheduler_config.max_num_batched_tokens
 

@@ -36,7 +36,7 @@ class Kind:
 
 
 def text_of(packed: PackedWeight) -> str:
-    """Everything but the tensors, as text; `kind_of` reads it."""
+    """A packed weight as text, without its tensors; `kind_of` reads the text."""
     fields = {
         "layout": packed.layout,
         "spec": spec_to_json(packed.spec),

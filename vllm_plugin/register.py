@@ -54,7 +54,7 @@ def register_kernels() -> None:
 
 
 def installed_vllm() -> tuple[int, int]:
-    """Major and minor; (0, 0) of a build that has no version."""
+    """The installed vLLM's major and minor version; (0, 0) if the build has no version."""
     import vllm
 
     try:
@@ -65,6 +65,6 @@ def installed_vllm() -> tuple[int, int]:
 
 
 def _say(line: str) -> None:
-    """Once a server: its other processes have inherited all that decides."""
+    """Log a line once for each server, not in each of its processes, since all of them decide alike."""
     if multiprocessing.parent_process() is None:
         logger.info(line)

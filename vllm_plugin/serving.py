@@ -18,7 +18,7 @@ from .warm_up import warm_up
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
-    """Decided once for all layers of one shape, and logged once."""
+    """The choice for a layer. It is made, and logged, once for all layers of one shape."""
     mode: BatchInvariance = "pin" if envs.VLLM_BATCH_INVARIANT else "tuned"
     return _told(Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), None, mode))
 

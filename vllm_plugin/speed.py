@@ -15,14 +15,14 @@ import torch
 MEASURED = Path(__file__).with_name("measured.json")
 
 DECODING = 128
-"""Up to this M a step is taken for decoding, beyond it for prompts."""
+"""A step of up to this many tokens counts as decoding, a larger one as prefill."""
 LEAST_GAIN = 1.05
-"""The geometric mean of the ratios while decoding. Two machines of a kind differ by some percent."""
+"""The least geometric mean of the ratios at decoding sizes. Two machines of a kind differ by some percent."""
 LEAST_GAIN_OF_PROMPTS = 0.97
 """The same of prompts. With 2048 tokens in and 32 out, decoding is a seventh of the time: what it gains at
 least where a layer decodes 1.3 times as fast is 3%."""
 LEAST_RATIO, LEAST_RATIO_OF_PROMPTS = 1.0, 0.9
-"""At each M that was measured: a server decodes at one M for long, but prompts come in many lengths."""
+"""The least ratio at any measured M. It is lower for prompts, whose M changes from step to step."""
 
 ShapeClass = tuple[int, int]
 
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def ratios(self) -> dict[int, float]:
-        """By M, the speed of our kernel divided by that of vLLM's."""
+        """The speed of our kernel divided by the speed of vLLM's kernel, for each M."""
         return {m: theirs / ours for m, ours, theirs in zip(self.m, self.ours_us, self.vllm_us, strict=True)}
 
 
@@ -89,7 +89,7 @@ def measured(path: Path = MEASURED) -> Rows:
 
 
 def decide(gpu: Gpu, weight_format: str, dtype: torch.dtype, n: int, k: int, rows: Rows) -> Decision:
-    """Decided by the measurement of this shape, or else by the slowest shape of its class.
+    """Decide by the measurement of this shape, or, if there is none, by the slowest shape of its class.
 
     Layers without a measurement are left to vLLM.
     """
@@ -108,7 +108,7 @@ def decide(gpu: Gpu, weight_format: str, dtype: torch.dtype, n: int, k: int, row
 
 
 def gain(row: Row) -> float:
-    """The geometric mean of its ratios while decoding."""
+    """The geometric mean of a shape's ratios at decoding sizes."""
     return geometric_mean([ratio for m, ratio in row.ratios.items() if m <= DECODING])
 
 

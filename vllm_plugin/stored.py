@@ -1,4 +1,4 @@
-"""The tensors of vLLM's quantized layers to weights of ours.
+"""Converts the tensors of vLLM's quantized layers to weights of ours.
 
 N comes before K: the caller has transposed weights that a checkpoint stores as [K, N].
 """
@@ -11,15 +11,15 @@ from ..layouts.formats.int8 import Int8, Int8Weight
 from ..layouts.formats.nvfp4 import NVFP4, NVFP4Weight
 
 NIBBLES = 8
-"""Codes in a word of 32 bits."""
+"""Number of 4-bit codes in a word of 32 bits."""
 
 
 def int4_weight(spec: Int4, words: Tensor, scale: Tensor, zeros: Tensor | None) -> Int4Weight:
-    """compressed-tensors, GPTQ, and AWQ, whose order vLLM has undone.
+    """An INT4 weight from tensors of compressed-tensors, GPTQ or AWQ. vLLM has undone AWQ's order of columns.
 
-    words: int32 [N, K/8], the lowest nibble is the first k
-    scale: [N, K/g]
-    zeros: int32 [N/8, K/g], the lowest nibble is the first n; None for symmetric weights
+    words: the codes, int32 [N, K/8]; the lowest nibble is the first k
+    scale: the scales [N, K/g]
+    zeros: the zero points, int32 [N/8, K/g]; the lowest nibble is the first n. None for symmetric weights
     """
     codes = words.contiguous().view(torch.uint8)
     zero_point = symmetric_zeros(scale) if zeros is None else nibbles_of(zeros.t()).t()
@@ -27,13 +27,17 @@ def int4_weight(spec: Int4, words: Tensor, scale: Tensor, zeros: Tensor | None) 
 
 
 def int8_weight(spec: Int8, words: Tensor, scale: Tensor) -> Int8Weight:
-    """words: int32 [N, K/4] of codes + 128, the lowest byte is the first k; scale: [N, K/g], or [N, 1]."""
+    """An INT8 weight.
+
+    words: int32 [N, K/4], four codes + 128 each; the lowest byte is the first k
+    scale: the scales [N, K/g], or [N, 1] for whole rows
+    """
     codes = (words.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
     return Int8Weight(spec, codes, scale.contiguous())
 
 
 def nvfp4_weight(codes: Tensor, scale: Tensor, global_scale: Tensor) -> NVFP4Weight:
-    """codes: uint8 [N, K/2]; scale: e4m3 [N, K/16]; global_scale: fp32, a multiplier."""
+    """An NVFP4 weight. codes: uint8 [N, K/2]; scale: e4m3 [N, K/16]; global_scale: fp32, a multiplier."""
     return NVFP4Weight(NVFP4(), codes.contiguous(), scale.contiguous(), global_scale.float().reshape(()))
 
 

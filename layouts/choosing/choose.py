@@ -178,6 +178,6 @@ def _best(measured: ShapeChoice, layouts: Sequence[str]) -> tuple[str, str]:
 
 
 def _first_of_the_best(score: Mapping[str, float]) -> str:
-    """The first name, in the order of preference, whose score is within TIE_MARGIN of the best."""
+    """The first layout, in the order of preference, whose score is within TIE_MARGIN of the best."""
     best = max(score.values())
     return next(name for name in LAYOUTS if score.get(name, 0.0) >= best * (1 - TIE_MARGIN))

@@ -24,9 +24,9 @@ from .timing import TimingBudget, interleaved_microseconds
 
 TIMED_MS = (1, 8, 32)
 TIMED_BYTES = 4 << 20
-"""Of the layers of one shape that are timed in turn, so that their weights are not all in a core's cache."""
+"""Bytes of weights timed in turn for one shape: so many that they are not all in a core's cache."""
 BUDGET = TimingBudget(samples=8, seconds=0.1)
-"""For a shape and an M. Layouts differ by a third and more, so that few samples tell them apart."""
+"""For one shape and one M. Layouts differ by a third and more, so few samples suffice to tell them apart."""
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def pack_fastest(model: nn.Module) -> dict[str, str]:
 
 
 Places = list[tuple[nn.Module, str]]
-"""Parents, and the child's name in each."""
+"""Modules, and the name in each of the linear layer that is to be replaced."""
 
 
 def _plain_linears(model: nn.Module) -> dict[nn.Linear, Places]:
@@ -97,7 +97,7 @@ def _packed(linear: nn.Linear, layout: str) -> QuantizedLinear:
 
 
 def _fastest(problem: Problem, linears: Sequence[nn.Linear]) -> str | None:
-    """None where torch's own product is as good as any."""
+    """The fastest layout for these layers; None if none is faster than torch's own product."""
     torchs, *others = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
     if not others:
         return None
@@ -126,7 +126,7 @@ def _call(modules: Sequence[nn.Module], x: Tensor, copy: int) -> object:
 
 
 def _ready(layout: str, linears: Sequence[nn.Linear], x: Tensor) -> list[QuantizedLinear] | None:
-    """The packed layers; None if the layout fails or multiplies wrongly on this device."""
+    """The layers packed in `layout`; None if the layout fails or multiplies wrongly on this device."""
     try:
         packed = [_packed(linear, layout) for linear in linears]
         y, expected = packed[0](x).float(), linears[0](x).float()

@@ -81,7 +81,7 @@ def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[st
 
 
 def _machine(device: torch.device) -> dict[str, object]:
-    """What a measurement depends on besides its shape: after an update it is taken anew."""
+    """What a measurement depends on besides its shape. If any of this changes, the shape is timed again."""
     return {"device": device_name(device), "versions": kernel_versions(), "source": _own_source()}
 
 

@@ -15,7 +15,7 @@ from ...base.installed import kernel_versions
 from ..packing.layout import Problem
 
 THREADS = " x"
-"""Between a CPU's model and the number of threads in use."""
+"""The separator between a CPU's model and its number of threads in a device's name."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Measurement:
     m: int
     microseconds: float
     baseline_microseconds: float
-    """Of the unquantized product `x @ W.T` in the same dtype and run."""
+    """The time of the unquantized product `x @ W.T` in the same dtype and the same run."""
 
     @property
     def ratio(self) -> float:
@@ -41,15 +41,16 @@ class KVMeasurement:
 
     kv_format: str
     context: int
-    """Tokens of each request."""
+    """Number of tokens in each request's context."""
     m: int
     microseconds: float
     baseline_microseconds: float
-    """The same with keys and values unquantized, in the same run."""
+    """The time of the same step with unquantized keys and values, in the same run."""
     plain_microseconds: float | None = None
-    """Of a step in which no page becomes full; null in plans of older versions."""
+    """The time of a step in which no page becomes full; null in plans of older versions."""
     full_page_microseconds: float | None = None
-    """Of a step in which every request's page becomes full: one step in a page's tokens."""
+    """The time of a step in which every request's page becomes full, once in as many steps as a page has
+    tokens."""
 
     @property
     def ratio(self) -> float:

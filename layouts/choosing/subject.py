@@ -90,7 +90,7 @@ class _ExpertsSubject:
         self.x = _rounded(torch.randn(most, problem.k, device=device), problem).to(problem.dtype)
         draws = torch.rand(ROUTINGS, most, count, device=device)
         self.expert = draws.argsort(-1)[..., :top_k].contiguous()
-        """[draws, most, top_k]: for each token different experts, all equally likely."""
+        """[draws, most, top_k]: the experts of each token. They are distinct, and all are equally likely."""
         self.y = torch.empty(most, top_k, problem.n, device=device)
         for index, weight in enumerate(self.weights):
             token, choice = (self.expert[0] == index).nonzero(as_tuple=True)
@@ -131,7 +131,7 @@ def baseline_layouts(problem: Problem) -> list[AnyLayout]:
 
 
 def _rounded(x: Tensor, problem: Problem) -> Tensor:
-    """fp32 inputs, rounded as the format requires."""
+    """The inputs x in fp32, rounded as the format requires."""
     input_format = dynamic_input(problem.spec)
     return x if input_format is None else input_format.round(x)
 

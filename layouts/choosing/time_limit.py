@@ -12,7 +12,8 @@ from types import FrameType
 
 
 class OutOfTime(BaseException):
-    """Not an `Exception`, so that a tuner that skips failing configurations does not catch it."""
+    """The time limit was reached. Not an `Exception`, so a tuner that skips failing configurations lets it
+    pass."""
 
 
 @contextmanager

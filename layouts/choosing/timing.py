@@ -28,7 +28,7 @@ class TimingBudget:
     sample_seconds: float = 0.0005
     """A sample repeats a short call for about this long, and stops after ten times as long."""
     seconds: float = 1.0
-    """After this, no new round of samples begins, except for the first HOPELESS_SAMPLES rounds."""
+    """After this time no new round of samples begins, except for the first HOPELESS_SAMPLES rounds."""
     warmup_calls: int = 3
 
 

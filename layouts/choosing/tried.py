@@ -30,7 +30,8 @@ class OwnKernel(Protocol):
 
 
 def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
-    """For a GPU of this compute capability; None for torch's kernels and those of other packages."""
+    """How the layout's kernel was tried on GPUs of this compute capability; None if the kernel is not
+    ours."""
     if not isinstance(layout, OwnKernel):
         return None
     if capability in layout.run_on:
@@ -39,7 +40,7 @@ def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
 
 
 def tried_on(layout: AnyLayout, device: torch.device) -> Tried | None:
-    """The same for the GPU that is there; None on a CPU."""
+    """How the layout's kernel was tried on GPUs like `device`; None on a CPU."""
     return tried(layout, torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 

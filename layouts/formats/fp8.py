@@ -21,8 +21,8 @@ class FP8:
     name: ClassVar[str] = "fp8"
 
     scale: str = ROW
-    """What shares a scale: a `row`; the `tensor`, with those that it is merged with; or a `block` of 128 rows
-    and columns, with which inputs have a scale for every 128 (DeepSeek's)."""
+    """What shares a scale: a `row`; the whole `tensor`, including all weights merged with it; or a `block` of
+    128 rows and 128 columns as in DeepSeek-V3, in which case inputs have a scale for every 128 channels."""
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -118,12 +118,12 @@ class FP8Weight(Weight):
 
 
 def to_rows(blocks: Tensor, n: int) -> Tensor:
-    """Scales of blocks [ceil(N/128), K/128] to those of rows [N, K/128]."""
+    """Repeat the scales of blocks [ceil(N/128), K/128] for every row of a block: [N, K/128]."""
     return blocks.repeat_interleave(BLOCK, 0)[:n].contiguous()
 
 
 def to_blocks(rows: Tensor) -> Tensor:
-    """Inverse of `to_rows`, of a weight whose rows begin with a block's."""
+    """Inverse of `to_rows`, for a weight whose first row is the first row of a block."""
     return rows[::BLOCK].contiguous()
 
 

@@ -19,7 +19,7 @@ class InputFormat(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """The format's tensors by name."""
         ...
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self: ...
@@ -31,7 +31,7 @@ class RoundsInputs(Protocol):
 
     @property
     def dynamic_input(self) -> InputFormat | None:
-        """None if these parameters leave inputs unrounded."""
+        """How the inputs are rounded; None if the parameters leave inputs unrounded."""
         ...
 
 

@@ -105,7 +105,8 @@ class Int4:
         return 4 + (SCALE_BITS + zero) / self.group_size
 
     def nbytes(self, n: int, k: int) -> int:
-        """Codes, and for each group a scale of two bytes and a zero point of at most one byte."""
+        """The size of the codes, and for each group of a two-byte scale and a zero point of at most one
+        byte."""
         return n * k // 2 + 3 * n * k // self.group_size
 
     def random(self, n: int, k: int, device: torch.device) -> "Int4Weight":

@@ -13,7 +13,7 @@ GROUP_SIZES = (WHOLE_ROW, 32, 64, 128)
 """The sizes that other engines' INT8 kernels support."""
 COMMON_GROUPS = (128, 64, 32)
 WORD_CODES = 4
-"""Codes in a word of a checkpoint; a row consists of whole words."""
+"""Number of codes in one word of a checkpoint; a row consists of whole words."""
 MIN_CODE, MAX_CODE = -128, 127
 SCALE_BITS = 16
 

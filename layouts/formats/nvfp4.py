@@ -145,7 +145,8 @@ def _as_e4m3(x: Tensor) -> Tensor:
 
 
 def _round_to_e2m1(x: Tensor) -> Tensor:
-    """The nearest value, ties to the even code. Values are 0.5 apart below 2, 1 apart below 4, then 2."""
+    """The nearest E2M1 value, ties to the even code. Values are 0.5 apart below 2, 1 apart below 4, then
+    2."""
     magnitude = x.abs().clamp(max=E2M1_MAX)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return (magnitude / spacing).round() * spacing * x.sign()

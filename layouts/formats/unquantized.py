@@ -49,7 +49,7 @@ class Unquantized:
 
 @dataclass(frozen=True)
 class UnquantizedWeight(Weight):
-    """values: any float dtype [N, K]."""
+    """A linear layer's unquantized weight. values: [N, K] in any float dtype."""
 
     values: Tensor
 

@@ -35,7 +35,7 @@ class WeightFormat(Hashable, Protocol):
 
     @property
     def label(self) -> str:
-        """For people, parameters included: `INT4 g128, zero points`."""
+        """The name that people read, with all parameters: `INT4 g128, zero points`."""
         ...
 
     @property
@@ -105,11 +105,11 @@ class Weight(ABC):
         """The weight [N, K] in `dtype`, computed in fp32 and rounded once. This defines the format."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """The weight's tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """A weight of the same spec with these tensors in place of its own."""
+        """A weight of the same spec with the given tensors."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str) -> Self:
@@ -127,7 +127,8 @@ AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 
 def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
-    """One weight with the rows of all, one after another; None if their specs or shared tensors differ."""
+    """One weight with all rows of the given weights in order; None if their specs or shared tensors
+    differ."""
     first = weights[0]
     if any(weight.spec != first.spec or weight.shape[1] != first.shape[1] for weight in weights):
         return None
@@ -144,7 +145,7 @@ def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
 
 
 def rows_by_turns(weight: AnyWeight, parts: int) -> AnyWeight:
-    """The rows of `parts` weights of one size, which lie one after another in `weight`, by turns instead."""
+    """Interleave the rows of the `parts` equally large weights that lie one after another in `weight`."""
 
     def reordered(tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (parts, -1)).transpose(0, 1).flatten(0, 1).contiguous()
@@ -161,7 +162,7 @@ def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
 
 
 def rows_together(spec: Any) -> int:
-    """Consecutive rows that a weight of `spec` shares numbers among: it is quantized so many at a time."""
+    """How many consecutive rows share scales in a weight of `spec`; so many rows are quantized at a time."""
     return getattr(spec, "rows_together", 1)
 
 

@@ -28,7 +28,7 @@ class ChunkedLayerKV:
 
     def __init__(self, storage: LayerKV, chunk: int, on_gpu: bool, workspaces: Workspaces):
         """on_gpu: whether kernels read `storage`
-        workspaces: those of the pool, whose layers with chunks of one size share a step's metadata
+        workspaces: the pool's workspaces, in which layers with equal chunk sizes share a step's metadata
         """
         self.storage = storage
         self._chunk = chunk
@@ -123,7 +123,7 @@ def _host_in_chunks(host: HostMetadata, chunk: int) -> HostMetadata:
 
 
 def _length_in_chunk(lengths: Tensor, chunk: int) -> Tensor:
-    """Tokens of a context's last chunk; 0 of a context that has none."""
+    """Number of tokens in a context's last chunk; 0 for an empty context."""
     return torch.where(lengths > 0, (lengths - 1) % chunk + 1, lengths)
 
 

@@ -20,9 +20,9 @@ class RequestTokens:
     row: int
     """The request's row of per-request storage."""
     first_token: int
-    """Where its tokens begin in the step."""
+    """The index of the request's first token in the step."""
     start: int
-    """Position of the first of them: so many tokens of the request were stored before."""
+    """The position of that token in the request: the number of tokens stored in earlier steps."""
     count: int
     pages: np.ndarray
     """int32, the pages of its whole context, in order."""
@@ -33,11 +33,11 @@ class HostMetadata:
     """The metadata in host memory. Its arrays are overwritten when the step after the next one is staged."""
 
     num_decodes: int
-    """Requests with one query token; they come first."""
+    """Number of decoding requests, which have one query token each and come first in the step."""
     num_prefills: int
-    """Prefill chunks, which come after them."""
+    """Number of prefill chunks, which come after the decoding requests."""
     num_tokens: int
-    """Tokens of both; padding follows."""
+    """Number of tokens in the step, without the padding that follows them."""
     block_table: np.ndarray
     """int32 [R, W]."""
     seq_lens: np.ndarray
@@ -78,7 +78,7 @@ class AttentionMetadata:
     seq_lens: Tensor
     """int32 [R], length of each request's context with this step's tokens; 0 for padding."""
     decode_seq_lens: Tensor
-    """int32 [R], the same for decoding requests; 0 for all others."""
+    """int32 [R], the length of each decoding request's context; 0 for all other requests."""
     query_start_loc: Tensor
     """int32 [R + 1]: request r has tokens query_start_loc[r] .. query_start_loc[r + 1] of the step."""
     request_rows: Tensor

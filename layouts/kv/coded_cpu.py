@@ -23,7 +23,7 @@ class TokenCode(Protocol):
 
     @property
     def dim(self) -> int:
-        """Channels stored: a power of two, to which heads are padded."""
+        """Number of channels stored per head: a power of two, to which heads are padded."""
 
     def allocate(self, pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Storage for (pages, P, H_kv) on the CPU, (pages, H_kv, P) on CUDA; its content is finite."""

@@ -30,7 +30,8 @@ class CodedCudaLayerKV:
         size: PoolSize,
         workspaces: Workspaces,
     ):
-        """shape: padded. rotated: keys and values are stored after a Hadamard rotation."""
+        """shape: the padded shape. rotated: whether keys and values get a Hadamard rotation before they are
+        stored."""
         refuse_page_size(size.page_size)
         self.keys, self.values, self.rotated = keys, values, rotated
         heads, dim, max_context = shape.query_heads, shape.key_dim, size.max_pages * size.page_size

@@ -64,8 +64,8 @@ def _prompts(host: HostMetadata, window: int | None, like: Tensor) -> list[Token
 
 
 def _one_by_one(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
-    """A group for each token, so that the shape of torch's product depends only on the token's context, and
-    not on whether the token is of a prompt or was decoded."""
+    """A group for each token: the shape of torch's product then depends only on the length of the token's
+    context, not on whether the token belongs to a prompt or was decoded."""
     return [
         reference.prefill_group(
             request.first_token + index,
@@ -125,7 +125,7 @@ class CpuLayerKV:
         options: AttentionOptions,
         tokens: slice,
     ) -> Tensor:
-        """The output of `tokens`: of all but padding, or of prompts only."""
+        """The output of `tokens`, which are all tokens without padding, or prompt tokens only."""
         stored, slots = self.stored, metadata.slot_mapping[tokens]
         reference.append(stored.key_pages, key[tokens], slots, stored.key_scale)
         reference.append(stored.value_pages, value[tokens], slots, stored.value_scale)

@@ -51,7 +51,7 @@ class PrefillPages:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copied through pinned memory, so that the host need not wait for the steps in flight."""
+    """Copy a tensor through pinned memory, so that the host need not wait for the steps in flight."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -27,7 +27,7 @@ class KVFormat(Protocol):
         """What one layer stores for each row besides pages: tokens that are not quantized yet, or never."""
 
     def page_size(self, device: torch.device) -> int:
-        """Tokens in a page, unless the engine's options say otherwise."""
+        """Number of tokens in a page, unless the engine's options set another."""
 
     def allocate(
         self,
@@ -58,7 +58,7 @@ class PageCodedKVFormat(KVFormat, Protocol):
 
     @property
     def group_size(self) -> int:
-        """Tokens that are quantized together."""
+        """Number of tokens that are quantized together."""
 
     @property
     def plain_tokens(self) -> int:
@@ -70,7 +70,7 @@ class InvariantKVFormat(KVFormat, Protocol):
     """A format whose attention can be batch-invariant."""
 
     def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
-        """The modes that it supports on this kind of device, including `tuned`."""
+        """The modes that the format supports on this kind of device, including `tuned`."""
 
 
 def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.device) -> None:

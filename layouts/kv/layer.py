@@ -20,7 +20,7 @@ from .attention_metadata import AttentionMetadata
 T = TypeVar("T")
 LEAST_GPU_DIM = 16
 CPU_PAGE, CUDA_PAGE = 16, 64
-"""Tokens in a page of formats that store each token by itself."""
+"""Number of tokens in a page, for formats that store each token by itself."""
 LEAST_CODED_DIM, LARGEST_CODED_DIM = 64, 256
 
 
@@ -29,13 +29,13 @@ class KVShape:
     """The shape of a layer's keys and values, and the number of query heads that attend to them."""
 
     heads: int
-    """Of keys and values."""
+    """Number of heads of keys and of values."""
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     query_heads: int
     sliding_window: int | None = None
-    """Keys that a query of this layer sees; None sees all."""
+    """How many keys a query of this layer sees; None if it sees all."""
 
     def on(self, device: torch.device) -> "KVShape":
         """The shape as stored on `device`. GPU kernels need one power of two for keys and values: DeepSeek's
@@ -43,7 +43,7 @@ class KVShape:
         return self.padded() if device.type == "cuda" else self
 
     def padded(self) -> "KVShape":
-        """With keys and values of the same power of two, as kernels and rotations need."""
+        """The shape with keys and values padded to one power of two, as kernels and rotations need."""
         dim = 1 << (max(self.key_dim, self.value_dim, LEAST_GPU_DIM) - 1).bit_length()
         return replace(self, key_dim=dim, value_dim=dim)
 
@@ -63,11 +63,11 @@ class PoolSize:
 
     num_pages: int
     page_size: int
-    """Tokens a page holds."""
+    """Number of tokens in a page."""
     max_requests: int
-    """Requests that have a row at the same time. Row `max_requests` is for padding."""
+    """Number of requests that can have a row at the same time. Row `max_requests` is for padding."""
     max_pages: int
-    """Pages that one request can have: the width of a block table."""
+    """Number of pages that one request can have: the width of a block table."""
 
 
 class PerTokenFormat:

@@ -28,7 +28,7 @@ class NVFP4Code:
 
     dim: int
     head_scale: Tensor
-    """fp32 [H_kv]."""
+    """The fixed scale of each head, fp32 [H_kv]."""
 
     def allocate(self, pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         words = zeros((*pages, self.dim // 4), torch.int16, device)

@@ -28,7 +28,7 @@ from .linear import spec_of_text, spec_text
 INTERFACE = ("has_gate", "has_bias", "is_transposed")
 """Attributes of every experts module that transformers' ExpertsInterface can serve."""
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-"""Their weights, [E, N, K] or, transposed, [E, K, N]."""
+"""The names of the experts' weights, which are [E, N, K] or, transposed, [E, K, N]."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PackedExperts(nn.Module):
             )
         self.experts = experts
         self.parts: dict[str, list[str]] = {}
-        """By parameter, the names of its parts."""
+        """The names of the parts of each parameter."""
         self.specs: dict[str, str] = {}
         self.input_formats: dict[str, InputFormat] = {}
         self._packed: dict[str, PackedWeight] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 TRANSPOSED = {"Llama4TextExperts": True, "LongcatFlashExperts": False}
-"""By class, whether the weights are [E, K, N]."""
+"""For each class of experts, whether the weights are stored transposed, [E, K, N]."""
 
 
 def adapt(experts: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from .linear import spec_of_text
 
 @runtime_checkable
 class GatedExpertsLayout(Protocol):
-    """Further methods of an `ExpertsLayout` that can compute a layer's experts in one op."""
+    """The further methods of an `ExpertsLayout` that can compute a layer's experts in one op."""
 
     def serves_gated(self, gate_up: PackedWeight, down: PackedWeight) -> bool: ...
 
@@ -47,7 +47,8 @@ def is_served_whole(experts: nn.Module, parts: Mapping[str, Sequence[PackedWeigh
 
 
 def _gates_by_silu(experts: Any) -> bool:
-    """Tested on numbers, since architectures name, clamp and interleave their activations differently."""
+    """Whether the activation is SiLU. It is tried on numbers: architectures name and interleave it
+    differently."""
     probe = torch.linspace(-60, 50, 64, dtype=torch.float32, device="cpu").view(2, 32)
     gate, up = probe.chunk(2, dim=-1)
     return torch.allclose(experts._apply_gate(probe), functional.silu(gate) * up)

@@ -32,7 +32,7 @@ class CpuInt4:
     name: str
     compute_dtype: torch.dtype
     takes: tuple[torch.dtype, ...]
-    """Dtypes of activations."""
+    """The dtypes of activations that the layout serves."""
 
     @property
     def kernel(self) -> str:

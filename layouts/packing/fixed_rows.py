@@ -1,7 +1,8 @@
 """Batch-invariant products on a CPU: any of its layouts, called with the same number of rows every time.
 
-oneDNN, MKL and torch's own kernels choose algorithm and blocking by the number of rows. Called with one
-number only they choose once, and a row's bits are its own. Not for a GPU, whose kernels keep bits themselves.
+oneDNN, MKL and torch's own kernels choose algorithm and blocking by the number of rows. If that number is
+always the same, so is their choice, and a row's bits do not depend on other rows. Not for a GPU, which has
+batch-invariant kernels of its own.
 """
 
 from dataclasses import replace

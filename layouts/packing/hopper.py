@@ -29,17 +29,17 @@ class Packing(Protocol):
 
     @property
     def format(self) -> type:
-        """The spec's class."""
+        """The class of the format's spec."""
         ...
 
     @property
     def kernel_prefix(self) -> str:
-        """The name of its decoder."""
+        """The name of the format's decoder in the kernels."""
         ...
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of activations that its decoder supports."""
+        """The dtypes of activations that the format's decoder supports."""
         ...
 
     def refuses(self, problem: Problem) -> str | None:

@@ -35,8 +35,8 @@ class Problem:
 
     spec:     the weight's format with its parameters
     n, k:     the weight's shape: that of merged layers together, or that of one expert
-    dtype:    of the activations and of the result
-    experts:  None for a dense layer
+    dtype:    the dtype of the activations and of the result
+    experts:  the number of experts and of experts per token; None for a dense layer
     """
 
     spec: WeightFormat
@@ -87,9 +87,9 @@ class PackedWeight:
 class Serves:
     """What a layout serves, as far as all layouts describe it alike. The rest is in its own `refuses`.
 
-    formats:  spec classes; None takes any
-    device:   `cpu` or `cuda`; None takes any
-    dtypes:   of activations; None takes any
+    formats:  spec classes that the layout serves; None if it serves any
+    device:   `cpu` or `cuda`; None if it serves both
+    dtypes:   dtypes of activations that it serves; None if it serves any
     experts:  whether it serves experts; if so, it serves nothing else
     invariance_modes: the modes of batch invariance that its kernel guarantees
     """
@@ -105,7 +105,7 @@ class Serves:
     """Whether it rounds inputs itself if the format rounds them as they come (`RoundingLayout`)."""
 
     def refuses(self, problem: Problem) -> str | None:
-        """None if all of this holds, otherwise the reason in a few words."""
+        """None if the problem meets all of these conditions, otherwise the reason in a few words."""
         if self.formats is not None and not isinstance(problem.spec, self.formats):
             taken = ", ".join(str(getattr(spec, "name", spec.__name__)) for spec in self.formats)
             return f"takes {taken}, not {problem.spec.name}"

@@ -37,7 +37,7 @@ class Routing:
 
     @staticmethod
     def buffer_size(expert: Tensor, count: int) -> int:
-        """Elements of the buffer; linear in T, so that a traced graph can express it."""
+        """Number of elements of the buffer; it is linear in T, so that a traced graph can express it."""
         return buffer_size(expert.shape[0] * expert.shape[1], count) if expert.device.type == "cuda" else 0
 
     @cached_property

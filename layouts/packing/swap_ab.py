@@ -56,7 +56,8 @@ PACKING = Int4Packing()
 
 
 def refuses_groups(group_size: int) -> str | None:
-    """Groups that do not divide a tile of 128 columns and are not divided by it."""
+    """Why the kernels refuse a group size; None if it divides a tile of 128 columns or is a multiple of
+    128."""
     if group_size in GROUP_SIZES or group_size % 128 == 0:
         return None
     return f"takes groups of 32, 64 or a multiple of 128, not {group_size}"

@@ -22,9 +22,10 @@ from torch import Tensor
 from .state_format import StateInputs, StateShape
 
 CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens at once; with a decay for each channel, products of pairs of tokens take K times the memory."""
+"""Tokens that a scan computes at once: fewer with a decay for each channel, which takes K times the
+memory."""
 EPSILON = 1e-6
-"""Added to a squared length, as flash-linear-attention and transformers do."""
+"""Added to a vector's squared length, as in flash-linear-attention and transformers."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .state_format import StateInputs, StateShape
 
 CHUNK = 64
-"""Tokens at once."""
+"""Number of tokens that a scan computes at once."""
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,6 @@ class StateKey:
 
     layer: int
     name: str
-    """The state format's."""
+    """The name of the state format."""
     index: int = 0
-    """For layers that have several states of one format."""
+    """Tells apart the states of a layer that has several of one format."""

@@ -60,7 +60,7 @@ class KVarNCpuLayerKV:
     ) -> None:
         """Store a run's tokens, attend, and quantize the pages that are full afterwards.
 
-        tokens: query, key, value and output of the step
+        tokens: the step's query, key, value and output tensors
         """
         heads, group, dim = self.storage.held.shape[3:]
         sinks = options.sinks
@@ -73,7 +73,11 @@ class KVarNCpuLayerKV:
         self._threads.call([partial(self._code_page, held[row, 1], strides, page) for row, page in run.full])
 
     def _code_page(self, tokens: Tensor, strides: tuple[int, int], page: int) -> None:
-        """tokens: keys and values [2, ...], each contiguous; strides: from head to head and token to token"""
+        """Quantize a full page.
+
+        tokens: its keys and values [2, ...], each contiguous
+        strides: elements from one head to the next, and from one token to the next
+        """
         key, value = (numbers(side.view(-1)) for side in tokens)
         self._kernels.code_page(key, value, 0, 0, *strides, page, *self._pages)
 

@@ -61,9 +61,9 @@ class PlainPages:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def of(self, host: HostMetadata, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Spans for `widen_kvarn`, a block table of their indices, and tiles; int32.
+        """Spans for `widen_kvarn`, a block table with the indices of these spans, and tiles; all int32.
 
-        num_tokens: tokens of the step, padding included
+        num_tokens: number of tokens in this step, padding included
         """
         if self._on_device is None or host is not self._host:
             self._host = host

@@ -30,7 +30,7 @@ class Run:
     full: list[tuple[int, int]]
     """Row and page of each request whose current page these tokens fill, unless it is its first page."""
     work: np.ndarray
-    """int64 [R + 1]: the number of tokens that the requests before attend to."""
+    """int64 [R + 1]: for each request, the total context length of all requests before it."""
 
     @classmethod
     def of(cls, host: HostMetadata, requests: slice, starts: np.ndarray, lengths: np.ndarray) -> "Run":
@@ -57,7 +57,7 @@ class Step:
     """What is the same in all layers of a step."""
 
     lengths: np.ndarray
-    """int64 [T], of each token's context."""
+    """int64 [T]: the length of each token's context."""
     runs: list[Run]
     prompts: list[tuple[RequestTokens, list[TokenGroup]]]
     """Prefill chunks, each with the groups of its tokens that attend together."""
@@ -102,7 +102,7 @@ def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
 
 
 def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGroup]:
-    """The tokens of each page. Those of the first two are one group: both see unquantized tokens only."""
+    """The tokens of each page as a group. The first two pages are one group: they see no quantized tokens."""
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, max(start // size + 1, 2) * size)

@@ -26,7 +26,7 @@ class KVarNStorage:
     def allocate(
         cls, shape: KVShape, size: PoolSize, value_bits: int, device: torch.device
     ) -> "KVarNStorage":
-        """shape: padded."""
+        """Allocate one layer's storage. shape: the padded shape."""
         group, dim, tiles = size.page_size, shape.key_dim, (size.num_pages, shape.heads)
         pages = KVarNTile(
             zeros((*tiles, group, dim // 4), torch.int16, device),
