@@ -13,8 +13,8 @@ from torch import Tensor
 from .evidence.in_use import PIT_BINS, Draws
 
 ROWS = 64
-"""Rows of logits [rows, vocab] turned to fp64 at once: 64 rows of 152k take 78 MB, and there are six such
-tensors."""
+"""How many rows of logits [rows, vocab] are converted to fp64 at once: 64 rows of 152k take 78 MB, and there
+are six such tensors."""
 
 
 def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: str) -> Draws:
@@ -25,7 +25,7 @@ def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: st
     first, plus a random share of its own: uniform from 0 to 1 if it was drawn from the distribution
     (Czado, Gneiting and Held, 2009).
 
-    name: of the answer; the random shares are made from it, and so the same again
+    name: the answer's name, from which the random shares are made, so that they can be repeated
     """
     shares = _random_shares(name, len(tokens)).to(logits.device)
     drawn = torch.tensor(tokens, device=logits.device)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 PROC = Path("/proc")
 OUTPUTS = (1, 2)
-"""The file descriptors that a server's log is written by."""
+"""The file descriptors through which a server writes its log."""
 STOPPED = "TtZX"
-"""The states of processes that run no more, or not now."""
+"""The states of processes that are stopped or have ended."""
 STOPPING_SECONDS, POLL_SECONDS = 1.0, 0.001
-"""A process stops when it is next about to run, which is at once unless it waits for a disk."""
+"""How long to wait until a process has stopped. It stops at once, unless it is waiting for a disk."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Status:
     state: str
     parent: int
     ticks: int
-    """Of CPU time, its own and that of its children that have ended."""
+    """CPU time of the process and of its children that have ended, in clock ticks."""
 
 
 def server_processes(supervisor: int, log: Path) -> list[int]:
@@ -53,7 +53,7 @@ def own_processes() -> list[int]:
 
 
 def usable_by(processes: Sequence[int]) -> set[int]:
-    """The cores that any of the processes may run on; empty if they are not known."""
+    """The cores on which any of the processes may run; empty if they are not known."""
     found: set[int] = set()
     for pid in processes:
         with suppress(OSError, AttributeError):
@@ -70,7 +70,7 @@ def computing_threads(processes: Sequence[int]) -> int | None:
 
 
 def _threads_ticks(pid: int) -> list[int]:
-    """CPU time of each thread."""
+    """CPU time of each thread of a process, in clock ticks."""
     with suppress(OSError):
         threads = [
             _status_in(PROC / str(pid) / "task" / name) for name in os.listdir(PROC / str(pid) / "task")
@@ -127,7 +127,7 @@ def _below(ancestor: int, statuses: Mapping[int, _Status]) -> list[int]:
 
 
 def _status(pid: int) -> _Status | None:
-    """None if the process has ended."""
+    """The figures of a process; None if it has ended."""
     return _status_in(PROC / str(pid))
 
 

@@ -16,10 +16,10 @@ from .prometheus_text import parse_metrics, total
 from .series import SCALEGATE_SERIES, Series
 
 REFUSALS = (400, 422)
-"""What servers answer to a field that they do not know."""
+"""The HTTP statuses with which servers refuse a field that they do not know."""
 PROBE_S = 60.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Not by the environment's proxies: most servers are this machine's own, and load never goes by a proxy."""
+"""Requests without a proxy: most servers run on this machine, and the measured load never uses a proxy."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Endpoint:
     """A running server: its address and its model."""
 
     base_url: str
-    """Without a trailing slash and without /v1: `http://127.0.0.1:8000`."""
+    """The server's address without a trailing slash and without /v1: `http://127.0.0.1:8000`."""
     model: str
     api_key: str | None = None
     series: Series = SCALEGATE_SERIES
-    """What its `/metrics` calls each figure."""
+    """The names under which the server's `/metrics` give each figure."""
     takes_return_token_ids: bool = True
-    """Whether a request may ask for token ids beside the text, as vLLM and our server let it."""
+    """Whether a request may ask for token ids beside the text, as in vLLM and our server."""
     from_log: Callable[[], Mapping[str, float]] = field(default=dict, compare=False)
-    """Series that the server writes to its log alone."""
+    """Figures that the server writes only to its log, by the names of their series."""
     takes_repetition_penalty: bool = True
-    """Whether a request may say that it wants none, whatever the model's `generation_config.json` says."""
+    """Whether a request may turn off the repetition penalty of the model's `generation_config.json`."""
     resident_bytes: Callable[[], int | None] = field(default=lambda: None, compare=False)
-    """Memory of the server's processes as this machine sees them; None if they were not started here."""
+    """Resident memory of the server's processes; None if they were not started on this machine."""
     metrics_renewal_s: float = 0.0
-    """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
+    """For how many seconds, at most, `/metrics` shows old figures after the last request has ended."""
     processes: Callable[[], Sequence[int]] = field(default=list, compare=False)
     """Ids of the server's processes; empty if they were not started here."""
 
@@ -49,7 +49,7 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def metrics(self) -> dict[str, float]:
-        """`/metrics` as `name{labels}` to value; empty if the server has none, or is gone."""
+        """The values of `/metrics` by `name{labels}`; empty if the server has no metrics or has ended."""
         try:
             return {**parse_metrics(_get(self.base_url + "/metrics", self.headers())), **self.from_log()}
         except (OSError, UnicodeDecodeError):
@@ -62,7 +62,7 @@ class Endpoint:
         return self.resident_bytes() if told is None else int(told)
 
     def complete(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """The one choice that `/v1/completions` gives for `body`; None if the server fails."""
+        """The choice that `/v1/completions` returns for `body`; None if the server fails."""
         request = urllib.request.Request(
             self.base_url + "/v1/completions",
             data=json.dumps({"model": self.model, **body}).encode(),

@@ -20,9 +20,9 @@ class MemoryGrant:
     """The memory that a server may take on each of its GPUs."""
 
     share: float
-    """Of the whole memory."""
+    """The share of the GPU's whole memory, 0 to 1."""
     kv_cache_bytes: int | None = None
-    """Of it for keys and values; None leaves an engine to find out what is left for them."""
+    """Bytes of that memory for keys and values; None lets the engine find out how much is left for them."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,30 @@ class ServerJob:
     """A server to be started."""
 
     engine: str
-    """The engine as it was asked for: a name, or a URL."""
+    """The engine as the user gave it: a name or a URL."""
     side: str
-    """`artifact`, `baseline` or `rival`: what the model is called, where an engine lets it be named."""
+    """`artifact`, `baseline` or `rival`. It is the served model's name if the engine allows one to be set."""
     folder: Path
     """The checkpoint."""
     options: EngineOptions
     log: Path
     memory: MemoryGrant | None = None
-    """For an engine that takes a share rather than what its options ask for; None leaves it to the engine."""
+    """The memory for an engine that takes a share of a GPU; None leaves the amount to the engine."""
     progress: bool = True
     placement: Placement = ANYWHERE
     devices: tuple[int, ...] = ()
-    """The GPUs it runs on; empty leaves it to the engine."""
+    """The GPUs that the server runs on; empty leaves the choice to the engine."""
 
 
 class Server(Protocol):
-    """A server that may be started; as a context manager, started and stopped."""
+    """A server that can be started. As a context manager it is started at the beginning and stopped at the
+    end."""
 
     def start(self) -> Endpoint:
-        """Wait until it serves. UserError with its last words if it cannot."""
+        """Start the server and wait until it serves. UserError with the end of its log if it cannot."""
 
     def stop(self) -> None:
-        """End it; safe to call twice."""
+        """End the server; safe to call twice."""
 
     def __enter__(self) -> Endpoint: ...
 
@@ -66,12 +67,12 @@ class Availability:
     available: bool
     detail: str
     install: str | None = None
-    """How to get it, where it is not there."""
+    """How to install the engine if it is missing."""
 
 
 @dataclass(frozen=True)
 class CardCommand:
-    """How a release is served, on its card."""
+    """The command on a release's card that serves the release."""
 
     title: str
     language: str
@@ -80,34 +81,34 @@ class CardCommand:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: a word after `--engine`."""
+    """One engine, which `--engine` selects by its name."""
 
     name: str
     title: str
-    """In a sentence on a card: "measured on vLLM"."""
+    """The engine's name in sentences on a card: "measured on vLLM"."""
     server: Callable[[ServerJob], Server]
-    """The server for a job, not yet started: its command, its environment, its log."""
+    """Makes the server for a job, with its command, environment and log, but does not start it."""
     availability: Callable[[], Availability]
     series: Series
     options: frozenset[str]
-    """The fields of EngineOptions and Placement that reach its server; the others are refused where a user
-    gives them."""
+    """The fields of EngineOptions and Placement that the engine supports; if a user gives any other, it is
+    refused."""
     card_command: Callable[[str, str | None], CardCommand | None] = lambda model, method: None
-    """How to serve `model`, a Hub id or a folder, quantized by `method`; None says nothing."""
+    """The command that serves `model`, a Hub id or a folder, quantized by `method`; None if there is none."""
     kv_cache_words: Callable[[str], Sequence[str] | None] = lambda kv_format: ()
-    """What its command needs besides for a checkpoint made for `kv_format`; None if it has none such."""
+    """The words that its command needs for the KV format `kv_format`; None if it does not support the
+    format."""
     packs_with_layouts: bool = False
     """Whether it serves in the layouts of `layouts/` as this process does: then `loads` compares what both
     packed, and a slow M may be a layout's fault."""
     starts: bool = True
-    """Whether its server is started here; otherwise it is running already."""
+    """Whether Scalegate starts its server; otherwise the server is running already."""
     memory_option: str | None = None
-    """The word of its command before a share of the GPU's memory; None if it takes what its options ask
-    for."""
+    """The option of its command for a share of the GPU's memory; None if it has no such option."""
     takes_kv_cache_bytes: bool = False
-    """Whether, told how much is for keys and values, it does not measure what is free while it starts."""
+    """Whether it can be given the bytes for keys and values, so that it need not measure how much is free."""
     prefixes: tuple[str, ...] = ()
-    """Words that begin so mean this engine, too."""
+    """Words after `--engine` that begin with one of these prefixes select this engine, too."""
 
 
 ENGINES: Registry[Engine] = Registry("engine")

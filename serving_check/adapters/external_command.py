@@ -1,4 +1,4 @@
-"""The shared part of engines that others make: a command on PATH, a port, words for keys and values."""
+"""The shared part of engines by other projects: a command on PATH, a port, and options for the KV format."""
 
 import shutil
 import socket
@@ -17,13 +17,13 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ExternalCommand:
-    """A serving command that somebody else makes."""
+    """The serving command of another project's engine."""
 
     command: str
-    """On PATH; the package has the same name."""
+    """The command's name on PATH, which is also the package's name."""
     title: str
     kv_formats: Mapping[str, str]
-    """Those of ours that it has, by the names it has for them."""
+    """The KV formats of ours that the engine supports, with the engine's own name for each."""
 
     @property
     def install(self) -> str:
@@ -40,7 +40,7 @@ class ExternalCommand:
         return Availability(True, found if version is None else f"{found}, {version}")
 
     def kv_cache_words(self, kv_format: str) -> tuple[str, ...] | None:
-        """None if it has no such format."""
+        """The words that select a KV format; None if the engine does not support the format."""
         if kv_format == UNQUANTIZED:
             return ()
         name = self.kv_formats.get(kv_format)
@@ -64,10 +64,11 @@ class ExternalCommand:
         telemetry: Telemetry,
         environment: Mapping[str, str] | None = None,
     ) -> SubprocessEndpoint:
-        """A server on a free loopback port, not yet started; the user's own words come last. UserError if the
-        command is not there.
+        """A server on a free loopback port, not yet started. The user's own words come last in its command.
 
-        model: the words that name the checkpoint; environment: variables it is given besides
+        UserError if the command is not installed.
+
+        model: the words that name the checkpoint; environment: further variables for its process
         """
         if shutil.which(self.command) is None:
             raise UserError(

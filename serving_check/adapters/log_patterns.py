@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 Pairs = Sequence[tuple[str, str]]
-"""A pattern, and what is said where it is found."""
+"""Pairs of a pattern and the text for a log in which it is found."""
 
 
 def last_stage(stages: Pairs, log: str) -> str | None:

@@ -15,12 +15,12 @@ USER, NICE, SYSTEM, IDLE, IO_WAIT, INTERRUPTS, SOFT_INTERRUPTS, STEAL = range(8)
 
 @dataclass(frozen=True)
 class CoresTime:
-    """Seconds of all cores together since the machine started."""
+    """CPU seconds since the machine started, summed over its cores."""
 
     busy: float
-    """In which some process ran."""
+    """Seconds in which some process ran."""
     stolen: float
-    """In which a process would have run, but the hypervisor gave the core to another machine."""
+    """Seconds in which a process was ready to run, but the hypervisor gave the core to another machine."""
 
     def since(self, before: "CoresTime") -> "CoresTime":
         return CoresTime(self.busy - before.busy, self.stolen - before.stolen)

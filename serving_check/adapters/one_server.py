@@ -1,6 +1,6 @@
 """Refuses one server behind both URLs: it would be compared with itself.
 
-By address, and by counters: requests to one side must not be counted by the other.
+It compares the addresses, and the counters: one server must not count the other server's requests.
 """
 
 import socket
@@ -11,7 +11,7 @@ from .endpoint import Endpoint
 from .prometheus_text import total
 
 SAME = 0.9
-"""Of the tokens one side generated, seen in the other's counter."""
+"""Share of one side's generated tokens in the other side's counter from which on both are one server."""
 
 
 def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:

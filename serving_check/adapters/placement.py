@@ -18,13 +18,13 @@ OWN_OPTIONS = {
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"))
     for word in (f"--{name}-parallel-size", short)
 }
-"""What an engine's own words must not say, since memory and GPUs are planned by our options."""
+"""Options that must not be among an engine's own words, since our options plan memory and GPUs."""
 BACKEND, RAY = "--distributed-executor-backend", "ray"
 BASELINE = "baseline"
 
 
 def gpus_here() -> int:
-    """That this process sees."""
+    """The number of GPUs that this process sees."""
     import torch
 
     return torch.cuda.device_count()
@@ -32,7 +32,7 @@ def gpus_here() -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs and further words for the servers' commands. UserError if a value is not allowed."""
+    """The servers' GPUs and further words of their commands. UserError if a value is not allowed."""
 
     devices: tuple[int, ...] | None = option(
         None,

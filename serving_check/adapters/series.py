@@ -14,32 +14,32 @@ class Series:
     """
 
     running: str | None = None
-    """Requests in the running batch."""
+    """Number of requests in the running batch."""
     waiting: str | None = None
     kv_cache_usage: str | None = None
-    """0 to 1."""
+    """Share of the KV cache in use, 0 to 1."""
     preemptions: str | None = None
     prompt_tokens: str | None = None
     generation_tokens: str | None = None
     cache_config: str | None = None
-    """Labels `num_gpu_blocks` and `block_size`: the KV cache's capacity."""
+    """The KV cache's capacity, in the labels `num_gpu_blocks` and `block_size`."""
     max_num_seqs: str | None = None
     """The most requests that run together."""
     steps_by_running: str | None = None
-    """Engine steps; label `running`: how many requests decoded in them."""
+    """Number of engine steps. The label `running` says how many requests decoded in them."""
     waiting_request_steps: str | None = None
-    """Requests that waited, summed over steps."""
+    """Number of waiting requests, summed over steps."""
     step_seconds: str | None = None
     host_seconds: str | None = None
-    """Of these, not waiting for the GPU, nor (on a CPU) in the model."""
+    """Seconds of steps, without waiting for the GPU or, on a CPU, without running the model."""
     device_busy_seconds: str | None = None
     device_idle_seconds: str | None = None
     compilations: str | None = None
-    """Since warm-up; labels `kind`, `kernel` and `key`."""
+    """Number of compilations since warm-up; labels `kind`, `kernel` and `key`."""
     packed_layers: str | None = None
-    """Quantized linear layers; labels `layout` and `shape`."""
+    """Number of quantized linear layers; labels `layout` and `shape`."""
     memory: str | None = None
-    """Resident bytes of the server's processes; label `process`, where there are several."""
+    """Resident bytes of the server's processes; label `process` if there are several."""
 
 
 VLLM_SERIES = Series(
@@ -64,7 +64,7 @@ SCALEGATE_SERIES = Series(
     packed_layers="scalegate:packed_layers",
     memory="process_resident_memory_bytes",
 )
-"""Our server's: vLLM's names, and our own only where vLLM has none.
+"""The series of our server: vLLM's names, and our own names only if vLLM has none.
 
 vLLM has `memory` too, but of its API process alone: the process tree of a server started here tells more.
 """

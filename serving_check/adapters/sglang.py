@@ -14,7 +14,7 @@ from .series import Series
 from .subprocess_endpoint import LogReader, SubprocessEndpoint, Telemetry
 
 COMMAND = ExternalCommand("sglang", "SGLang", {"fp8": "fp8_e4m3"})
-"""Its scheduler tells of an idle server every 30 seconds (`_maybe_log_idle_metrics`)."""
+"""An idle SGLang server renews its metrics every 30 seconds (`_maybe_log_idle_metrics`)."""
 SERIES = Series(
     running="sglang:num_running_reqs",
     waiting="sglang:num_queue_reqs",
@@ -60,7 +60,7 @@ TELEMETRY = Telemetry(SERIES, renewal_s=30.0, log=READER)
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
-    """`sglang serve` without the cache of prefixes, which would flatter repeats.
+    """`sglang serve` without prefix caching, which would make repeated prompts look fast.
 
     Its KV pool is given in tokens, so that it takes no more of the GPU than the load needs.
     """

@@ -36,7 +36,7 @@ def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[],
 
 
 def restart(servers: Sequence[SubprocessEndpoint], together: bool) -> None:
-    """End all and start them again at their addresses; `together` as above."""
+    """End all servers and start them again at their addresses; `together` as in `starting`."""
     with ThreadPoolExecutor(len(servers) if together else 1) as threads:
         for done in [threads.submit(server.restart) for server in servers]:
             done.result()
@@ -50,7 +50,7 @@ def _endpoints(starts: Sequence[Future[Endpoint]]) -> list[Endpoint]:
 
 
 def _stop(server: Server, start: Future[Endpoint]) -> None:
-    """`server` may be about to start its process: only when `start` has ended is there no more to come."""
+    """Stop a server. It may be about to start its process, so it is stopped again when `start` has ended."""
     server.stop()
     while not wait([start], POLL_SECONDS).done:
         server.stop()

@@ -28,35 +28,37 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LOG_TAIL_LINES = 25
 LAST_LINE_CHARS = 200
 ENDING_SECONDS = 20.0
-"""For a server whose engine is gone to end: vLLM looks every five seconds, then closes its connections."""
+"""How long a server may take to end if its engine is gone: vLLM looks for its engine every five seconds."""
 PORT_OPTION = "--port"
 KILLED = {256 - number: number.name for number in (signal.SIGKILL, signal.SIGTERM)}
 """The supervisor's exit statuses for a command that a signal from elsewhere ended."""
 CLICK_ERROR = "Error: "
-"""How click begins the message of a command that refuses."""
+"""The beginning of the error message of a command that uses click."""
 
 
 @dataclass(frozen=True)
 class LogReader:
-    """The facts that an engine's log can tell; an engine leaves out the ones it lacks."""
+    """Functions that read facts from an engine's log; an engine leaves out those that its log does not
+    tell."""
 
     stage: Callable[[str], str | None] = lambda log: None
-    """How far a start has come."""
+    """The stage that the start has reached."""
     failure: Callable[[str], str | None] = lambda log: None
-    """Why a start ended, and what to do, in one line."""
+    """The cause of a failed start and a remedy, in one line."""
     ending: Callable[[str], str | None] = lambda log: None
-    """What ended it while it served, where that was the machine; None if it was what it serves."""
+    """The cause of the server's end while it served, if it was the machine; None if a request was the
+    cause."""
     series: Callable[[Path], Mapping[str, float]] = lambda log: {}
-    """As `/metrics` would have them."""
+    """Figures from the log, as `/metrics` would contain them."""
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """A server's own account of itself, from its metrics and its log."""
+    """How to read a server's figures from its metrics and its log."""
 
     series: Series = SCALEGATE_SERIES
     renewal_s: float = 0.0
-    """Seconds, at most, that `/metrics` shows old figures after the last request has ended."""
+    """For how many seconds, at most, `/metrics` shows old figures after the last request has ended."""
     log: LogReader = LogReader()
 
 
@@ -73,7 +75,7 @@ class SubprocessEndpoint:
     stop_timeout = 30.0
     """Seconds between SIGTERM and SIGKILL."""
     api_key: str | None = None
-    """To be set before a server is started that asks for one."""
+    """The API key. It must be set before the start of a server that asks for one."""
 
     def __init__(
         self,
@@ -99,7 +101,8 @@ class SubprocessEndpoint:
         self._stop_pipe: IO[bytes] | None = None
 
     def start(self) -> Endpoint:
-        """Start the command and wait until it serves. UserError with the log's tail if it ends first."""
+        """Start the command and wait until it serves. UserError with the end of the log if the process ends
+        first."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} is already started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +143,7 @@ class SubprocessEndpoint:
         return self.base_url is not None or PORT_OPTION in self.command
 
     def restart(self) -> None:
-        """End it and start it again at the same address; only for one that keeps it."""
+        """End the server and start it again at the same address; only for a server with `keeps_address`."""
         running = self.base_url or find_base_url(self.log)
         if running is None:
             raise RuntimeError(f"{self.name} has never served")
@@ -166,11 +169,12 @@ class SubprocessEndpoint:
         return self._process is not None and self._process.poll() is None
 
     def resident_bytes(self) -> int | None:
-        """Resident bytes of all its processes; None while it is not running. It stays good over a restart."""
+        """Resident bytes of all processes of the server; None while it is not running. Valid after a restart,
+        too."""
         return None if self._process is None else resident_bytes_of_tree(self._process.pid)
 
     def processes(self) -> list[int]:
-        """Ids of its processes, below the supervisor; empty while it is not running."""
+        """Ids of the server's processes, without the supervisor; empty while it is not running."""
         return [] if self._process is None else server_processes(self._process.pid, self.log)
 
     def why_gone(self) -> str | None:
@@ -216,7 +220,7 @@ class SubprocessEndpoint:
         return f". Its last words (all in {self.log}):\n{self.log_tail()}"
 
     def _last_line(self) -> str:
-        """The last lines of a server that neither serves nor ends."""
+        """The last line in the log of a server that neither serves nor ends."""
         said = [line.strip() for line in self._log_text().splitlines() if line.strip()]
         return f"it last said {said[-1][-LAST_LINE_CHARS:]!r}" if said else "it has said nothing"
 

@@ -7,7 +7,7 @@ from .subprocess_endpoint import SubprocessEndpoint
 
 
 class TakingTurns:
-    """Ends the server that is up before it starts another; each keeps its address. Stop it at the end."""
+    """Ends the running server before it starts another; each keeps its address. Call `stop` at the end."""
 
     def __init__(self, servers: Mapping[str, SubprocessEndpoint]):
         self._servers = servers
@@ -27,7 +27,7 @@ class TakingTurns:
         return self._endpoints[side]
 
     def endpoint(self, side: str) -> Endpoint:
-        """The endpoint of a server that has been up."""
+        """The endpoint of a server that has run before."""
         return self._endpoints[side]
 
     def stop(self) -> None:

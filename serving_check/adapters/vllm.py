@@ -13,10 +13,10 @@ from .subprocess_endpoint import LogReader, SubprocessEndpoint, Telemetry
 from .vllm_log import COMPILATIONS, compilations_in, ending_of, failure_of, stage_of
 
 KV_FORMATS = ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
-"""Those of ours that vLLM 0.26 has, under the same names."""
+"""The KV formats that vLLM 0.26 supports under the same names as Scalegate."""
 COMMAND = ExternalCommand("vllm", "vLLM", {name: name for name in KV_FORMATS})
 INVARIANT, INVARIANT_VARIABLE = "pin", "VLLM_BATCH_INVARIANT"
-"""What its batch-invariant mode promises, in our words, and the variable that turns it on."""
+"""The mode of ours that equals vLLM's batch-invariant mode, and the variable that turns the latter on."""
 SHARE, KV_CACHE = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
 TELEMETRY = Telemetry(
     replace(VLLM_SERIES, compilations=COMPILATIONS),
@@ -25,7 +25,7 @@ TELEMETRY = Telemetry(
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
-    """`vllm serve` with prefix caching off, which would flatter repeats."""
+    """`vllm serve` without prefix caching, which would make repeated prompts look fast."""
     options, placement = job.options, job.placement
     words = ["--no-enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
     if job.memory is not None:

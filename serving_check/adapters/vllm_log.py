@@ -12,7 +12,7 @@ from pathlib import Path
 from .log_patterns import first_failure, last_stage
 
 COMPILATIONS = "scalegate:log_compilations"
-"""A series as if `/metrics` had it."""
+"""The name of a series that is made from the log, as if `/metrics` contained it."""
 
 STAGES = (
     (r"Loading safetensors checkpoint shards:\s+(\d+%)", "loading weights, {}"),
@@ -24,7 +24,7 @@ STAGES = (
     (r"Graph capturing finished", "graphs are captured"),
     (r"Starting vLLM (?:API )?server", "opening its port"),
 )
-"""Marks of a start's stages, and what is said of each."""
+"""Patterns for the stages of a start, and the text that describes each stage."""
 
 OUT_OF_MEMORY = (
     r"(?:torch\.)?OutOfMemoryError: [^\n]*|CUDA (?:error: )?out of memory[^\n]*",
@@ -77,7 +77,7 @@ FAILURES = (
     (r"(?<=Value error, )[^\n]*?(?= \[type=|\n|$)", "check --engine-args, and the checkpoint's config.json"),
     (r"(?:Value|Runtime|Assertion|Key|Type|NotImplemented)Error: [^\n]*", "see the log"),
 )
-"""Causes of a start's end, surest first, and what to do about each."""
+"""Patterns for the causes of a failed start, the surest first, and a remedy for each."""
 
 ENDINGS = (
     OUT_OF_MEMORY,
@@ -86,13 +86,13 @@ ENDINGS = (
         "another process ended it, or the machine is out of memory",
     ),
 )
-"""The machine's doing while it served. An engine core that fails over what it serves sends word before it
-exits, so that its exit is not unexpected."""
+"""Patterns for a server that the machine ended. If a request makes an engine core fail, the core reports this
+before it exits, so its exit is not called unexpected."""
 
 MONITORED = "JIT monitor activated"
 COMPILED = re.compile(r"(\S[^:\n\]]*?) (?:JIT )?compilation during inference: ([^.(\s]+)")
 AUTOTUNED = re.compile(r"Triton autotuning for function ([^,\s]+),")
-"""Triton's own line, which vLLM's monitor turns on."""
+"""Triton's own line about autotuning, which vLLM's monitor turns on."""
 
 
 stage_of = functools.partial(last_stage, STAGES)

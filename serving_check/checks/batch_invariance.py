@@ -5,7 +5,7 @@ from ..evidence.verdict import CheckResult
 
 NAME = "batch invariance"
 SHOWN = 90
-"""Characters shown of a token and its logprobs."""
+"""How many characters of a token and its logprobs are shown."""
 
 
 def check_batch_invariance(figures: CompanyFigures) -> CheckResult:

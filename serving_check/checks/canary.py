@@ -16,12 +16,13 @@ from ..settings import Bounds
 
 NAME = "canary text"
 LEAST_VARIETY = 0.5
-"""Of the baseline's share of distinct tokens: a text with less repeats itself."""
+"""The least share of distinct tokens, as a multiple of the baseline's share: below it a text repeats
+itself."""
 SHOWN_CHARACTERS = 80
 
 Tokens = Sequence[int]
 Scorer = Callable[[Tokens, Tokens], float]
-"""(prompt, continuation) to the continuation's mean nats per token under the baseline."""
+"""Computes a continuation's mean nats per token under the baseline from a prompt and the continuation."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _nats(texts: Sequence[ScoredText]) -> float:
 
 
 def _variety(texts: Sequence[ScoredText]) -> float:
-    """Mean share of a text's tokens that are distinct."""
+    """The share of a text's tokens that are distinct, mean over the texts."""
     return fmean(len(set(text.tokens)) / len(text.tokens) for text in texts)
 
 

@@ -13,7 +13,7 @@ from ..evidence.verdict import CheckResult
 NAME = "compilations in traffic"
 SHOWN = 3
 SHOWN_CHARACTERS = 300
-"""Of one compilation's key, which can be long."""
+"""How many characters of a compilation's key are shown."""
 
 Compilations = Mapping[str, int]
 """How often each thing was compiled, by kind, kernel and key in a few words."""

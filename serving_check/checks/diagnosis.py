@@ -9,9 +9,9 @@ from ...layouts.choosing.explain import lowest_ratio
 from ...layouts.choosing.plan import KVMeasurement, LayoutPlan, Measurement, ShapeChoice
 
 MOST = 0.5
-"""Share of the time lost from which on writing pages is named as the cause."""
+"""The share of the lost time from which on writing pages is named as the cause."""
 SLOW_WRITE = 2.0
-"""Times a step that writes no page: noise alone stays below this."""
+"""A page write is named as slow if its step takes this many times as long as a step without one."""
 
 
 def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> str:

@@ -48,8 +48,9 @@ def check_kv_capacity(
 
     Inconclusive if the server does not count preemptions.
 
-    limit: the most requests that the server runs together, if it says share: of M, or of the requests that
-    ran on the baseline if they were fewer, that must be running
+    limit: the most requests that the server runs together; None if it does not say
+    share: the share of M, or of the requests that ran on the baseline if they were fewer, that must be
+        running
     """
     preemptions = {point.m: point.artifact.preemptions for point in curve}
     lost = {m: count for m, count in preemptions.items() if count}

@@ -21,12 +21,12 @@ ITL_ALLOWANCE_S = 0.02
 
 @dataclass(frozen=True)
 class _Ratio:
-    """One figure at one M."""
+    """The ratio of one latency figure at one M."""
 
     name: str
     level: MeasuredM
     value: float
-    """Artifact over baseline."""
+    """The ratio, artifact over baseline."""
     bound: float
     sure: bool
     """Whether the lower confidence limit is above the bound as well."""

@@ -13,7 +13,7 @@ from ..workload.spec import MILLISECONDS
 DECODING = "decode throughput"
 PROMPTS = "prompt throughput"
 Points = Sequence[tuple[int, PartPoint]]
-"""One part at each M at which it is judged by itself."""
+"""The figures of one part of requests, for each M at which that part is judged separately."""
 
 
 def check_decode_throughput(
@@ -73,7 +73,7 @@ def _status(points: Points) -> Status:
 
 
 def _lowest(points: Points) -> str:
-    """`lowest 0.950 [0.940, 0.960] at M=8`."""
+    """The lowest ratio as text: `lowest 0.950 [0.940, 0.960] at M=8`."""
     if not points:
         return "nothing"
     m, point = min(points, key=lambda entry: entry[1].ratio or 0.0)

@@ -13,7 +13,7 @@ from .streamed import is_streamed, stream_of
 
 NAME = "plausible speed"
 LEAST_REPEATED_TPOT = 0.5
-"""TPOT of prompts sent a second time, over the first time: prefixes may be cached, answers may not."""
+"""The least TPOT of prompts sent a second time, relative to the first time: answers must not be cached."""
 
 
 def check_plausible(

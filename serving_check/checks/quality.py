@@ -39,7 +39,7 @@ class _Figure:
     is_extreme: bool = False
     """One observed value is enough to fail: its interval does not matter."""
     where: str = ""
-    """After the words, in a problem: which text it is of, where that is not all of the usual one."""
+    """Which text the figure belongs to, for messages; empty for the whole of the usual text."""
 
     @property
     def status(self) -> Status:
@@ -72,12 +72,13 @@ def check_quality(
 ) -> CheckResult:
     """Mean, 99.9th percentile and maximum of KL, extra nats per token, top-1 agreement, each in its bound.
 
-    It fails if the whole interval is beyond its bound, and is inconclusive if only the estimate is.
+    The check fails if a figure's whole interval is beyond its bound, and is inconclusive if only the estimate
+    is.
 
-    worst_modules: those with the largest rounding errors, worst first, for the advice
+    worst_modules: the modules with the largest rounding errors, worst first, for the advice
     by_layers: whether the models were run a layer at a time, which the reason then says
     by_domain: the parts of `comparison`; the mean KL of each has the bound of the whole
-    given: on a text that was given besides
+    given: the comparison on the text that the user gave, if any
     foreign: domains that were left out, and the bits a byte that the baseline needs for them
     """
     usual = _figures(comparison, bounds)

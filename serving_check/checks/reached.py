@@ -12,8 +12,8 @@ from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures, Status
 
 NAME = "M reached"
 LEAST_OF_BASELINE = 0.5
-"""Share of M that the baseline must run: below it, a point of the curve is not about M. For long prompts,
-`pipeline/validation/servers.py` refuses workloads by the same half."""
+"""The share of M that must run on the baseline; below it, a point of the curve does not measure M. For long
+prompts, `pipeline/validation/servers.py` refuses a workload if less than this share can run."""
 
 
 def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
@@ -88,7 +88,7 @@ def _beside(point: CurvePoint, share: float) -> str:
 
 
 def _glance(m: int, side: ServingFigures) -> str:
-    """`M=82: 22 running, 60 waiting, KV 3% used`."""
+    """One side's figures at one M as text: `M=82: 22 running, 60 waiting, KV 3% used`."""
     running = f"{side.running_mean or 0.0:.3g} running"
     # A short repeat may end between two looks at the queue; the server's own mean is over every step.
     queued = [value for value in (side.waiting_max, side.waiting_mean) if value is not None]

@@ -10,7 +10,7 @@ from ..evidence.verdict import CheckResult
 
 NAME = "tokens received"
 LEAST_COUNTED = 0.9
-"""Share of the claimed tokens that the server's own counter must show: it may lag by a step."""
+"""The share of the claimed tokens that the server's own counter must show; the counter may lag by a step."""
 
 
 def check_received(measured: Sequence[MeasuredM]) -> CheckResult:

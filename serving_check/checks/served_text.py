@@ -16,16 +16,16 @@ from ..statistics.decide import chance_of_as_many
 
 NAME = "served text"
 CHANCE = 0.05
-"""Chance of so many such answers from the artifact if both sides give them equally often: one answer of
-eleven says nothing, five of eleven do."""
+"""The check fails if both sides would give such answers equally often and so many of them come from the
+artifact with at most this chance. One such answer of eleven does not fail, five of eleven do."""
 LOGIT_TOLERANCE = 0.25
-"""Nats by which a greedy token may lie below the best one: 16-bit sums depend on their order."""
+"""How many nats a greedy token may lie below the best one: 16-bit sums depend on their order."""
 SURELY = 3.0
-"""Standard deviations by which the baseline's logits must explain the text better than the artifact's."""
+"""By how many standard deviations the baseline's logits must explain a text better than the artifact's."""
 FEWEST_OFF = 4
-"""Tokens of one text that must be off before the text counts as foreign: near ties happen."""
+"""How many tokens of one text must be off for the text to count as foreign: near ties happen."""
 FEWEST_ANSWERS = 8
-"""Answers needed on either side at an M to judge likeness: a small model repeats itself in some."""
+"""How many answers each side needs at an M to judge likeness: a small model sometimes repeats itself."""
 SHOWN = 3
 SHOWN_CHARACTERS = 40
 
@@ -39,7 +39,7 @@ def text_score(
 
 
 def tokens_off(gaps: Sequence[float]) -> int:
-    """How many lie too far below the best one to be explained by rounding; NaN counts."""
+    """How many tokens lie too far below the best one to be explained by rounding; NaN counts."""
     return sum(not gap <= LOGIT_TOLERANCE for gap in gaps)
 
 

@@ -19,14 +19,14 @@ from ..statistics.decide import chance_of_as_many
 
 NAME = "stalls"
 LONGER = 3.0
-"""Times the longest gap of a typical repeat of the baseline at that M; during prefill the bound on TTFT, if
-that is larger."""
+"""A stall is so many times as long as the longest gap in a typical repeat of the baseline at that M. During
+prefill, the bound on TTFT replaces this factor if it is larger."""
 LONGER_S = 0.1
-"""Seconds beyond that gap: what a person sees as a pause."""
+"""A stall is also so many seconds longer than that gap: a pause that a person notices."""
 ERROR = 0.02
 """Fail at or below this chance of so many stalls on the artifact if both servers stall equally often."""
 ERROR_TOGETHER = 0.04
-"""The same for repeats on both servers at once, where only one stalled: the machine stalls both."""
+"""The same for repeats that ran on both servers at once, if only one server stalled."""
 CERTAIN = 0.001
 """The same for ending the measurement early: small, because it is tested at every look."""
 UNSURE = 0.15
@@ -37,9 +37,9 @@ SHOWN = 5
 @dataclass(frozen=True)
 class Stall:
     m: int | None
-    """None under a load as in use."""
+    """The M of the repeat; None for a load as in use."""
     at: float
-    """Seconds since the first measured repeat, of either side, began."""
+    """Seconds since the first measured repeat of either side began."""
     seconds: float
 
 
@@ -52,7 +52,7 @@ def check_stalls(
     """Fail if the artifact's server stalls more often than chance on a shared machine explains.
 
     together: blocks whose repeats ran on both servers at once; None if there was no doubt
-    in_use: blocks of a load as in use; each of their stalls counts, of a repeat's one
+    in_use: blocks of a load as in use. All their stalls count; of a repeat, only the longest counts
     """
     bound = "no more stalls than the baseline has, beyond chance"
     both = _measured_on_both(measured)
@@ -124,7 +124,7 @@ def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
 def _all_stalls(
     measured: Sequence[MeasuredM], bounds: Bounds, in_use: Sequence[BlockInUse]
 ) -> tuple[list[Stall], int]:
-    """The artifact's, and how many the baseline has."""
+    """The artifact's stalls, and the number of the baseline's stalls."""
     both = _measured_on_both(measured)
     ours = [stall for level in both for stall in _stalls(level, level.artifact, measured, bounds)]
     theirs = sum(1 for level in both for _ in _stalls(level, level.baseline, measured, bounds))
@@ -150,7 +150,7 @@ def _origin(measured: Sequence[MeasuredM]) -> float:
 def _stalls(
     level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
-    """At most one stall of each of `repeats`, which belong to the same side: its longest."""
+    """The longest stall of each of `repeats`, which belong to one side, if it has any."""
     origin, least = _origin(measured), _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):

@@ -10,10 +10,10 @@ from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 
 NAME = "streamed"
 LEAST_OF_BASELINE = 0.25
-"""Of the baseline's share, or of its TPOT. An artifact that decodes faster, or whose prefill is slower, has a
-smaller share of its time after the first chunk, and streams all the same."""
+"""The least share of time after the first chunk, or the least TPOT, as a multiple of the baseline's. A sound
+artifact that decodes faster, or whose prefill is slower, spends a smaller share after the first chunk."""
 LEAST_SHARE = 0.05
-"""Of the baseline's time after the first chunk: if it spends less, a stream looks like a burst."""
+"""The least share of time after the first chunk on the baseline: below it, a stream looks like a burst."""
 
 
 def check_streamed(curve: Sequence[CurvePoint]) -> CheckResult:
@@ -59,7 +59,7 @@ class Stream:
     """How one side's answers arrive at one M: medians, None if unknown."""
 
     share: float | None
-    """Of a request's time after its first chunk, 0 to 1."""
+    """The share of a request's time after its first chunk, 0 to 1."""
     tpot: float | None
     """Time per output token after the first, in a unit that both sides share."""
 
@@ -69,7 +69,7 @@ def stream_of(figures: ServingFigures) -> Stream:
 
 
 def is_streamed(ours: Stream, theirs: Stream) -> bool:
-    """Whether answers arrive in parts; true if that cannot be told."""
+    """Whether answers arrive in parts; true if it is unknown."""
     if ours.share is None or theirs.share is None or theirs.share < LEAST_SHARE:
         return True
     if ours.tpot is not None and theirs.tpot is not None and ours.tpot >= LEAST_OF_BASELINE * theirs.tpot:

@@ -11,10 +11,10 @@ from ..statistics.decide import GROUP, LEAST_FOR_GROUPS, LOOKS, STRONG, TURN_LOO
 NAME = "throughput"
 HOPELESS_SENTENCE = "It is so far below the floor that two blocks of repeats were enough. "
 RUNS_TO_MISS = 150
-"""In at most one of so many runs, an M drawn between the given ones passes although tokens take twice as long
-there. It passes if its estimate reaches the floor and its 95% interval spans at most `WIDEST`. With prompts
-that take up to 30% of the time, the estimate would have to be wrong by 2.2 times half of that interval;
-Student's t says how rarely it is, summed over all looks: 1 of 333 runs, 1 of 184 in turns."""
+"""In at most one of this many runs does a drawn M pass at which tokens take twice as long. A drawn M passes
+if its estimate reaches the floor and its 95% interval spans at most `WIDEST`. If prompts take up to 30% of
+the time, the estimate would have to be wrong by 2.2 times half of that interval. By Student's t, summed over
+all looks, this happens in 1 of 333 runs, or in 1 of 184 if servers take turns."""
 MORE_REPEATS = "or with more repeats (--max-blocks) or longer ones (--output-len)"
 
 
@@ -59,7 +59,7 @@ def _name(point: CurvePoint) -> str:
 
 
 def _width(point: CurvePoint) -> float | None:
-    """The 95% interval's upper limit over its lower one."""
+    """The upper limit of the 95% interval divided by the lower one."""
     return point.ratio_high / point.ratio_low if point.ratio_low and point.ratio_high else None
 
 

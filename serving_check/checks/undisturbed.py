@@ -17,13 +17,13 @@ from ..statistics.trimmed_mean import student_t_quantile, winsorized
 
 NAME = "undisturbed"
 ERROR = 0.005
-"""The chance, on either side, of limits that leave out the true difference."""
+"""The chance, on either side, that the limits do not contain the true difference."""
 LEAST_DIFFERENCE = 0.03
-"""Of the ratios, alone and beside one another, as a share: servers warm up and machines drift by less, within
-a verdict."""
+"""The least relative difference between the throughput ratio of servers alone and side by side that counts.
+Within one verdict, warm-up and the machine's drift cause less than this."""
 LEAST_CPU = 0.05
-"""Of the cores' time, what one idle server may take beyond what the other one takes. A server that computes
-on all cores loses at most this share of its throughput by it: a ratio shows more."""
+"""The share of the cores' time that one idle server may take beyond what the other one takes. A server that
+computes on all cores loses at most this share of its throughput; larger losses show in the ratio."""
 
 
 @dataclass(frozen=True)

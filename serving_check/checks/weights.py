@@ -13,9 +13,9 @@ from ..evidence.verdict import CheckResult
 
 NAME = "weights"
 TOLERANCE = 1e-3
-"""Relative, between an error recorded when the artifact was made and the same computed again. Sums in another
-order and six recorded digits differ by 1e-6 to 1e-5, torchao's zero points, stored in bf16, by 5e-4 at most.
-Of 4-bit codes, five in a million that are others, drawn at random, are beyond it."""
+"""The largest relative difference between a module's recorded error and the same error computed again. The
+order of sums and six recorded digits cause 1e-6 to 1e-5, torchao's zero points in bf16 at most 5e-4. If five
+in a million 4-bit codes are replaced by random ones, the difference is larger."""
 OUTLIER_RATIO = 2.0
 OUTLIER_DEVIATIONS = 6.0
 """A module stands out from its kind if its error is this many times the median, and this many robust standard
@@ -68,7 +68,7 @@ def largest_errors(figures: WeightFigures | None) -> list[str]:
 
 
 def _count_problems(figures: WeightFigures) -> Iterator[str]:
-    """Fails unless something is quantized, and exactly the modules that the manifest names."""
+    """Problems unless something is quantized, and exactly the modules that the manifest names."""
     may_be_plain = (figures.is_baseline and not figures.is_ours) or figures.is_other_quantized
     if not figures.quantized and not may_be_plain:
         said = f", but its manifest lists {figures.recorded}" if figures.recorded else ""

@@ -36,14 +36,14 @@ REPEATED = 1 << 16
 """A layer that attends several times for each token has storage for each time: the n-th, counted from 0, is
 found at its index plus n times this number."""
 UNSTATED_CONTEXT = 8192
-"""Tokens of the longest context of a model with states whose config has no bound, if none is asked for."""
+"""The longest context, in tokens, of a model with states if neither its config nor the user sets a limit."""
 
 CHUNKED = "chunked_attention"
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED}
 STATE_LAYER_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
 """Layers with a state; `hybrid` ones attend too."""
 LONE_LAYER_TYPES = {"mlp", "moe"}
-"""Layers of their own in Nemotron-H, with neither keys and values nor a state."""
+"""Types of layers in Nemotron-H that keep neither keys and values nor a state."""
 
 ROPE_THAT_DEPENDS_ON_THE_BATCH = {"dynamic", "longrope"}
 
@@ -89,7 +89,7 @@ class ServedLayers:
     """The state that a model's layers keep for each request."""
 
     attention: dict[int, AttentionLayer]
-    """By layer index."""
+    """The attention layers by their index."""
     states: dict[StateKey, StateShape] = field(default_factory=dict)
 
     @property
@@ -112,7 +112,7 @@ _ATTENTION: ContextVar[Attention | None] = ContextVar("takes the calls of the ru
 
 @contextmanager
 def taking_calls(attention: Attention) -> Iterator[None]:
-    """For models whose layers pass no further arguments on to their attention."""
+    """Takes the calls of models whose layers pass no further arguments on to their attention."""
     token = _ATTENTION.set(attention)
     try:
         yield
@@ -194,7 +194,7 @@ class LayerObserver:
     """Records the arguments of every attention layer's call, and refuses unsupported ones."""
 
     def __init__(self, architecture: str, config: Any, is_sparse: bool):
-        """config: of the language model; is_sparse: it has indexers, which are skipped"""
+        """config: the language model's config; is_sparse: whether it has indexers, which are skipped"""
         self.architecture = architecture
         self.config = config
         self.known = HARMLESS_ARGUMENTS | {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -290,7 +290,7 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
 
 
 def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
-    """Lengths up to which the model is served, each with what changes past it."""
+    """The context lengths up to which the model can be served, each with what would change beyond it."""
     yield context, ""
     for layer_type in _layer_types(config):
         length = dense_length(config, layer_type)
@@ -304,7 +304,7 @@ def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """As `served_layers`, without states."""
+    """The layers of `served_layers`, for a model without states."""
     return served_layers(model).attention
 
 
@@ -410,6 +410,6 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """A model has one such dictionary, or one for each layer type."""
+    """The RoPE parameters of a model's config: one dictionary, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]

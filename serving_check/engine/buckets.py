@@ -3,7 +3,8 @@
 import torch
 
 LARGEST_GRAPH = 1024
-"""Tokens. For larger mixed batches, kernels take longer than their launches, so no graph is needed."""
+"""The most tokens in a graph. In larger mixed batches, kernels take longer than launches, so graphs gain
+nothing."""
 
 
 def decode_buckets(
@@ -21,13 +22,13 @@ def decode_buckets(
 
 
 def mixed_buckets(largest: int) -> tuple[int, ...]:
-    """Every 64 tokens up to 640, then every 128: close enough that padding adds little work."""
+    """Bucket sizes: every 64 tokens up to 640, then every 128, so that padding adds little work."""
     sizes = [*range(64, 641, 64), *range(768, LARGEST_GRAPH + 1, 128)]
     return (*(size for size in sizes if size < largest), *((largest,) if largest <= LARGEST_GRAPH else ()))
 
 
 def mixed_warm_up_buckets(largest: int) -> list[int]:
-    """Every bucket, and enough larger sizes to run every kernel variant that depends on the size."""
+    """The sizes to warm up: every bucket, and enough larger sizes to run every kernel variant."""
     larger = [LARGEST_GRAPH * halves // 2 << power for power in range(8) for halves in (3, 4)]
     sizes = [*mixed_buckets(largest), *(size for size in larger if size < largest), largest]
     return list(dict.fromkeys(sizes))

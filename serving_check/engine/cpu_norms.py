@@ -14,8 +14,8 @@ NAME = "RMSNorm"
 EPS_NAMES = ("variance_epsilon", "eps")
 TRIED_ROWS = 8
 LARGEST_ON_ONE_THREAD = 1 << 17
-"""Numbers that the kernel, which has one thread, takes in about 50 µs. Several threads of torch are faster
-with more."""
+"""How many numbers the kernel handles: about 50 µs of work for its one thread. For more numbers, torch's
+several threads are faster."""
 
 
 class CpuRMSNorm(nn.Module):
@@ -60,7 +60,7 @@ def compile_norms(model: nn.Module) -> int:
 
 
 def _compiled(norm: nn.Module) -> CpuRMSNorm | None:
-    """None if the kernel computes something else than this module."""
+    """The compiled form of a norm; None if the kernel does not compute the same as this module."""
     weight, eps = getattr(norm, "weight", None), _eps(norm)
     has_more = len(list(norm.parameters())) != 1 or norm._forward_hooks or norm._forward_pre_hooks
     if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None or has_more:

@@ -62,7 +62,7 @@ class CpuRunner:
         return [batch for batch in apart if batch.num_tokens]
 
     def run(self, batch: Schedule) -> StepResult:
-        """Synchronous: the tokens are drawn when this returns."""
+        """Run a batch. The tokens have been drawn when this returns."""
         sequences, shape = batch.sampled, self._shape(batch)
         step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
         logits = self._forward(step.token_ids, step.attention, step.logits_indices)
@@ -83,7 +83,7 @@ class CpuRunner:
         """Nothing to do: there are no graphs to capture."""
 
     def warm_up_requests(self) -> list[int]:
-        """Every bucket, or the powers of two if there are no buckets."""
+        """The batch sizes to warm up: every bucket, or the powers of two if there are no buckets."""
         if self.buckets is not None:
             return list(self.buckets)
         return [1 << power for power in range(self._max_requests.bit_length())]

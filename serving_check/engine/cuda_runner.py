@@ -50,7 +50,7 @@ class CudaRunner:
         self.largest = largest_chunk + rows
         self.decode_buckets, self.mixed_buckets = buckets, mixed_buckets(self.largest)
         self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
-        """Each returns logits [L, V] and drawn tokens int64 [L]."""
+        """The captured graphs. Each returns logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
         self._forward = Forward(model, layers, pool.layers, as_op=True, batch_invariance=batch_invariance)
         self._compiled = compiled
@@ -112,7 +112,7 @@ class CudaRunner:
             self._run_padding(shape)
 
     def warm_up_requests(self) -> list[int]:
-        """Every bucket; its graph is captured when it first runs."""
+        """The batch sizes to warm up: every bucket. Its graph is captured when it first runs."""
         return list(self.decode_buckets)
 
     def _shape(self, batch: Schedule) -> StepShape:
@@ -158,8 +158,8 @@ class CudaRunner:
     ) -> None:
         """Draw again, outside the graph, for requests that adjust their logits.
 
-        asking: their rows in logits [S, V], positions int64 [S], and drawn int64 [S], which is changed in
-        place
+        asking: the rows of these requests in logits [S, V], in positions int64 [S] and in drawn int64 [S];
+        `drawn` is changed in place
         """
         indices = to_device(torch.tensor(asking), logits.device)
         rows = to_device(torch.tensor([sequence.row for sequence in sequences]), logits.device)
@@ -186,7 +186,7 @@ class CudaRunner:
                 self._sampling.draw(logits, no_row, torch.zeros_like(no_row))
 
     def _prepare(self) -> None:
-        """Once, before any capture: compile the layers, and run the steps that have no graph."""
+        """Compile the layers, and run the steps that have no graph; called once, before any capture."""
         if self._prepared:
             return
         self._prepared = True

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Asynchronous: a plain copy to a GPU would first wait for the steps in flight."""
+    """Copy a tensor asynchronously. A plain copy to a GPU would first wait for the steps in flight."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -54,7 +54,7 @@ class InFlightStep:
 
     sequences: list[Sequence]
     lengths: list[int]
-    """Length of each sequence, with its new token."""
+    """The length of each sequence, including its new token."""
     tokens: DeviceToHostCopy
     logprobs: dict[int, TokenLogprobs]
 
@@ -70,7 +70,7 @@ class Engine:
         kv_scales: Mapping[int, KVScales] | None = None,
         tokenizer: Any | None = None,
     ):
-        """kv_scales: the checkpoint's, by layer, for KV formats that take scales
+        """kv_scales: the checkpoint's scales by layer, for KV formats that use them
         tokenizer: transformers' own, for grammars; without it, requests cannot ask for a grammar
         """
         if not isinstance(model, PreTrainedModel):
@@ -151,9 +151,9 @@ class Engine:
     def recover(self) -> list[str]:
         """Continue after `step` has raised: drop the requests to blame, and compute the others again.
 
-        If one request of the failed step had no token yet, that request is to blame. If there were several,
-        none is dropped now, but each will be tried without the others of them. If there was none, all
-        requests that ran are to blame. Tokens that are drawn again are the same, since they depend only on
+        If exactly one request of the failed step had no token yet, that request is dropped. If there were
+        several, none is dropped now, but each of them will be tried without the others. If there was none,
+        all requests that ran are dropped. Tokens that are drawn again are the same, since they depend only on
         seed and position.
 
         Returns the ids of the dropped requests. Raises if the device itself has failed.
@@ -220,7 +220,8 @@ class Engine:
         return may and not any(sequence.matcher is not None for sequence in running)
 
     def stats(self) -> EngineStats:
-        """A snapshot. Each snapshot starts `running_by_step` and `compilations` anew."""
+        """A snapshot of the figures. `running_by_step` and `compilations` hold what is new since the last
+        snapshot."""
         counters = self._counters
         running_by_step = tuple(counters.running_by_step)
         counters.running_by_step.clear()

@@ -47,7 +47,8 @@ class Forward:
         batch_invariance: BatchInvariance = "tuned",
         states: Mapping[StateKey, StateSlots] | None = None,
     ):
-        """batch_invariance: the mode for which layers are compiled. states: of layers that keep one"""
+        """batch_invariance: the mode for which layers are compiled. states: the slots of layers that keep a
+        state"""
         self.model = model
         self.layers = layers
         self.storage = storage

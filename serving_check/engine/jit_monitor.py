@@ -116,7 +116,7 @@ def _listen_to_numba() -> None:
             report(JitEvent("numba compilation", function.__qualname__, str(event.data["args"])))
 
         def on_end(self, event: Any) -> None:
-            """Reported at the start already."""
+            """Do nothing: the compilation was reported when it began."""
 
     event.register("numba:compile", NumbaListener())
 

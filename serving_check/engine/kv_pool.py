@@ -20,9 +20,9 @@ from .options import EngineOptions
 from .sequence import Sequence
 
 CPU_MEMORY_SHARE = 0.25
-"""Of the memory that is free when the engine is built. Pages take no memory until they are written."""
+"""The pages' share of the memory that is free when the engine is built. They take none until written."""
 CUDA_MEMORY_SHARE = 0.8
-"""The rest is for activations."""
+"""The pages' share of the free GPU memory; the rest is for activations."""
 
 
 class KVPool:
@@ -55,12 +55,12 @@ class KVPool:
                 refuse_chunk(layer.chunk, page_size, device)
                 on_gpu = device.type == "cuda"
                 self.layers[index] = ChunkedLayerKV(self.layers[index], layer.chunk, on_gpu, workspaces)
-        """Storage by layer index."""
+        """Each layer's storage, by the layer's index."""
         self.states = {
             key: StateSlots(STATE_FORMATS[key.name], shape, max_num_seqs, device)
             for key, shape in layers.states.items()
         }
-        """Slots of layers that keep a state; a request's is at its row."""
+        """The slots of layers that keep a state; a request uses the slot at its row."""
         self.block_table = np.zeros((max_num_seqs, max_pages), np.int32)
         """The pages of each running request by its row, followed by page 0."""
         self._free_pages = list(range(num_pages, 0, -1))
@@ -82,12 +82,14 @@ class KVPool:
         return pages_for(length, self.page_size)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give it a row, and pages for all its tokens. The caller has checked that both are free."""
+        """Give the sequence a row, and pages for all its tokens. The caller has checked that both are
+        free."""
         sequence.row = self._free_rows.pop()
         self.grow(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Give it the pages that its tokens need; False, with nothing changed, if there are not enough."""
+        """Give the sequence the pages that its tokens need; False, with nothing changed, if there are not
+        enough."""
         held, needed = len(sequence.pages), pages_for(len(sequence.tokens), self.page_size)
         if needed - held > len(self._free_pages):
             return False
@@ -98,7 +100,7 @@ class KVPool:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take back its row and pages; their content is lost."""
+        """Take back the sequence's row and pages; their content is lost."""
         if sequence.row is None:
             return
         self.block_table[sequence.row] = 0
@@ -153,9 +155,10 @@ def pool_pages(
     device: torch.device,
     state_bytes: int = 0,
 ) -> int:
-    """Pages for kv_cache_tokens if given, else for max_num_seqs full contexts or as many as fit.
+    """The number of pages: for kv_cache_tokens if given, else for max_num_seqs full contexts or as many as
+    fit.
 
-    state_bytes: what a request's states take in all layers
+    state_bytes: bytes of a request's states in all layers
     """
     full_context = pages_for(max_model_len, page_size)
     page_bytes, row_bytes = stored_bytes(layers, kv_format, page_size)

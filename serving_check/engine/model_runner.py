@@ -21,9 +21,9 @@ class StepResult:
     sequences: list[Sequence]
     """The S sequences for which a token is drawn."""
     logits: Tensor
-    """[S, V]."""
+    """The logits [S, V]."""
     drawn: Tensor
-    """int64 [S]."""
+    """The drawn tokens, int64 [S]."""
     scored: list[tuple[PrefillChunk, Tensor]] = field(default_factory=list)
     """Prefill chunks with prompt logprobs, each with the logits of its scored positions."""
 

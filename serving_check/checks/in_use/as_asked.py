@@ -13,8 +13,9 @@ from ...evidence.verdict import CheckResult, CheckStatus
 NAME = "answers as asked"
 SHOWN = 3
 FEWEST_SEEDS = 2
-"""Answers whose seed came before, all of which begin otherwise: with so many, rounding is not the cause. One
-in 25 sound ones differs in its first tokens (`evidence/as_asked.py`), so all of two in one of 600 runs."""
+"""The least number of answers with a repeated seed from which on rounding cannot be why all of them differ.
+One in 25 sound answers differs in its first tokens (`evidence/as_asked.py`), so both of two in one of 600
+runs."""
 SEEDS = "sampled: the same prompt and seed gave another answer"
 
 

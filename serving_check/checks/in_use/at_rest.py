@@ -10,15 +10,15 @@ from ...evidence.verdict import CheckResult
 NAME = "at rest"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST_BYTES_A_REQUEST = 1 * KIB
-"""By which memory may grow with every request of a burst: a GiB in a million. What sound servers show is in
-`tests/bench/results/gate/at_rest.json`; over 80,000 requests ours grew by 0.15 bytes a request
-(`tests/bench/results/server/endurance.json`)."""
+"""The bytes by which memory may grow with every request of a burst: a GiB in a million requests. The growth
+of sound servers is in `tests/bench/results/gate/at_rest.json`; over 80,000 requests ours grew by 0.15 bytes
+each (`tests/bench/results/server/endurance.json`)."""
 MOST_GROWTH = 2 * MIB
 """Bytes by which memory may grow in a burst, however few its requests are: heaps grow in steps of a MiB."""
 HEAP_STEPS = 3
-"""Parts of a burst that are left out: those in which memory grew most. A heap fills once, and a library keeps
-a kernel for each new shape: with aborted requests in the burst, a sound server in bfloat16 on a CPU grew by 2
-MiB in either of the first two parts, by 1 MiB in the third, and by 40 KiB in the others."""
+"""How many parts of a burst are left out: the ones with the most growth. A heap fills once, and a library
+keeps a kernel for each new shape: with aborted requests in the burst, a sound server in bfloat16 on a CPU
+grew by 2 MiB in either of the first two parts, by 1 MiB in the third, and by 40 KiB in the others."""
 SHOWN = 3
 
 

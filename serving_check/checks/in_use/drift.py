@@ -14,13 +14,13 @@ from ...statistics.rank_shift import least_shift, shift
 
 NAME = "drift"
 MOST_SLOWER = 1.1
-"""Times as long that the first M may take at the end, relative to the baseline.
+"""How many times as long the first M may take at the end, relative to the baseline.
 
 If repeats scatter by 6%, a sound server passes in 99.9% of simulated looks; one that takes 1.3 times as long
 fails in 94% and passes in 0.1% (`tests/bench/results/gate/drift_characteristic.json`).
 """
 MOST_SLOWER_BURST = 1.3
-"""Times as long that later parts of the burst may take, relative to the baseline.
+"""How many times as long later parts of the burst may take, relative to the baseline.
 
 In the same simulation a server that takes 1.5 times as long fails in 87% of looks, one that takes twice as
 long in 99.9%, and a sound one in none.
@@ -35,9 +35,9 @@ ERROR = 0.01
 UNSURE = 0.15
 """Above this chance that the first M is not slower at all, the machine is taken to be the cause."""
 SEEN = 3000
-"""Requests from which on a pass says nothing of how many were seen."""
+"""The number of requests from which on a pass does not mention how many were sent."""
 LEAST_PARTS = 2
-"""Parts of the burst on either side of a step: one slow part may be the machine's."""
+"""The least number of parts of the burst before and after a step: the machine may make one part slow."""
 
 
 def check_drift(figures: AtRestFigures) -> CheckResult:
@@ -127,7 +127,7 @@ def _first_m_again(figures: AtRestFigures) -> tuple[float | None, float | None, 
 
 
 def _log_speeds(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The log speed of each repeat, divided by the baseline's of the same block if there are any."""
+    """The log speed of each repeat, relative to the baseline's repeat of the same block if there is one."""
     if not theirs:
         return [math.log(value) for value in ours]
     # A block that was broken off has a repeat of one side only.
@@ -155,7 +155,7 @@ def _rise(values: Sequence[float], at: int) -> float:
 
 
 def _log_times(parts: Sequence[BurstPart]) -> list[float]:
-    """The log time of a request in each part."""
+    """The logarithm of a request's time in each part of a burst."""
     return [math.log(part.seconds / part.requests) for part in parts]
 
 

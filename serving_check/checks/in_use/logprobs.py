@@ -8,7 +8,7 @@ from ...evidence.verdict import CheckResult, finite
 
 NAME = "log-probabilities"
 MOST_ON_AVERAGE = 0.1
-"""Nats. Sound artifacts of the bundled model, served on a CPU among 16 requests, one run each, showed 0.004
+"""Mean error in nats. Sound artifacts of the bundled model, served on a CPU among 16 requests, showed 0.004
 (INT4), 0.003 (KVarN cache) and 0.037 (NVFP4 with 4-bit inputs, whose codes flip with the order of sums).
 Two roundings to bfloat16 of logits between 16 and 32 differ by 0.04 on average. On that model
 log-probabilities of the token before would be 0.47 off, and logarithms to base 10 would be 0.26 off."""

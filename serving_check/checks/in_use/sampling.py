@@ -22,13 +22,13 @@ SURPRISAL_LEVEL = 0.001
 spent here, since the sum tells a temperature that is off by 10% best; how often it does, and how often sound
 draws fail, tests/bench/gate/sampling_characteristic.py counts."""
 SPREAD_LEVEL = 0.0008
-"""The same by their spread."""
+"""The chance that sound draws fail by their spread."""
 SEEDS_LEVEL = 0.0002
-"""The same by answers that repeat themselves: small, since what repeats is longer than chance needs."""
+"""The chance that sound draws fail by repeated answers. It is small, since real repetitions are long."""
 FEWEST_DRAWN = 5 * PIT_BINS
-"""Five expected in a bin, below which a chi-square test is not one (Cochran, 1954)."""
+"""The least number of drawn tokens: five in each bin, as a chi-square test needs (Cochran, 1954)."""
 OTHER_MODEL = 0.5
-"""A relative error of the temperature beyond which tokens have another source."""
+"""The relative error of the temperature beyond which another cause than the temperature is named."""
 CUT = "unlikely tokens are not drawn: the server cuts distributions by top-k, top-p or min-p"
 
 

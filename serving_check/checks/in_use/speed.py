@@ -22,38 +22,37 @@ NAME = "speed in use"
 ERROR = 0.01
 """The chance that a throughput ratio of exactly the floor fails."""
 LATENCY_ERROR = 0.05
-"""The same of a latency at exactly its bound. Bounds are far from sound servers, so these fail in less: how
-often, `tests/bench/results/gate/operating_characteristic.json` tells."""
+"""The chance that a latency of exactly its bound fails. Sound servers are far from the bounds and fail less
+often: `tests/bench/results/gate/operating_characteristic.json` says how often."""
 FEWEST_REPEATED = 3
-"""Blocks of the curve without which their scatter says nothing."""
+"""The least number of the curve's blocks from which a scatter is computed."""
 TTFT_ALLOWANCE_S = 0.02
 ITL_ALLOWANCE_S = 0.02
 """Added to both sides before dividing, as in `latency.py`: nobody notices 6 ms against 3."""
 LEAST_GAPS = 60
-"""Gaps between chunks that an M needs on either side. The standard error of a median is 1.25 standard
-deviations over the root of their number: 16% of the gaps' own spread."""
+"""The least number of gaps between chunks that an M needs on either side. The standard error of a median is
+1.25 standard deviations over the root of that number: 16% of the gaps' own spread."""
 LEAST_SLOW = 2
-"""Ms at which chunks come too slowly, before one is believed: a burst of somebody else's work may meet one M
-on one side."""
+"""The least number of slow Ms for a fail: a burst of other work on the machine may slow one M on one side."""
 LEAST_SHARE_SLOW = 0.15
-"""The same as a share of the Ms that are known."""
+"""The least share of slow Ms for a fail, among the Ms with enough gaps."""
 LEAST_BLOCKS_SLOW = 2
-"""Blocks in which they come too slowly at that M: few gaps of a block are at one M, and other work may run
-meanwhile."""
+"""The least number of blocks in which an M must be slow: a block has few gaps at one M, and other work may
+run at the same time."""
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """How blocks of the curve scatter, which have about as many tokens."""
+    """How blocks of the curve scatter; they have about as many tokens as blocks of the load as in use."""
 
     repeated: tuple[float, ...] = ()
-    """Log ratios of those at the largest M."""
+    """The log ratios of the curve's blocks at the largest M."""
     correlation: float = 0.0
-    """Between neighbouring blocks, as far as they tell."""
+    """The estimated correlation between neighbouring blocks."""
 
 
 def scatter_of(measured: Sequence[MeasuredM]) -> Scatter:
-    """Of the curve's blocks."""
+    """The scatter of the curve's blocks."""
     by_m = [level.log_ratios(output_throughput) for level in sorted(measured, key=lambda level: level.m)]
     return Scatter(tuple(by_m[-1]), correlation_of(by_m, caution=0.0)) if by_m else Scatter()
 
@@ -151,7 +150,8 @@ def _slow_groups(
 
 
 def _throughput(pairs: Sequence[_Pair], scatter: Scatter) -> tuple[float, float]:
-    """Artifact over baseline, and the upper limit of it; infinite from a single block."""
+    """The throughput ratio, artifact over baseline, and its upper limit, which is infinite for a single
+    block."""
     logs = [
         math.log(pair.artifact.output_throughput / pair.baseline.output_throughput)
         for pair in pairs
@@ -185,7 +185,7 @@ def _margin(logs: Sequence[float], scatter: Scatter, error: float) -> float:
 
 
 def _of_blocks(pairs: Sequence[_Pair], figure: Callable[[Sequence[_Pair]], float | None]) -> list[float]:
-    """The log ratio of each block that has one."""
+    """The log ratio of `figure` in each block that has it on both sides."""
     ratios = [figure([pair]) for pair in pairs]
     return [math.log(ratio) for ratio in ratios if ratio]
 
@@ -199,7 +199,8 @@ def _typical_ttft(pairs: Sequence[_Pair]) -> float | None:
 
 
 def _typical(pairs: Sequence[_Pair], figure: str, allowance: float) -> float | None:
-    """The median over requests of artifact over baseline; None if no request has both."""
+    """The median over requests of the ratio, artifact over baseline; None if no request has it on both
+    sides."""
     ratios = [
         (ours + allowance) / (theirs + allowance)
         for pair in pairs
@@ -267,7 +268,7 @@ def _medians(sides: Sequence[SideInUse]) -> dict[int, float]:
 
 
 def in_words(ms: Sequence[int]) -> str:
-    """`3, 5–7, 9`: neighbours together."""
+    """Ms as text, with neighbours joined to ranges: `3, 5–7, 9`."""
     groups: list[list[int]] = []
     for m in ms:
         if groups and m == groups[-1][-1] + 1:

@@ -11,11 +11,11 @@ from statistics import median
 from ...evidence.in_use import BlockInUse
 
 ERROR = 0.02
-"""The chance that a group whose median ratio is exactly the bound fails. A sound server fails only if all of
-six requests, or nearly all of more, take so much longer by chance. If one in five does, one in 15,000 groups
-is slow."""
+"""The chance that a group whose median ratio is exactly the bound fails. A sound server fails only if, by
+chance, all of six requests, or nearly all of a larger group, take so much longer. If one request in five
+does, one in 15,000 groups fails."""
 SHORTEST = 64
-"""Tokens: prompts are compared that are longer than so many, twice as many, and so on."""
+"""Tokens. Prompts longer than this are compared as a group, then those longer than twice this, and so on."""
 KINDS = {
     "greedy": "greedy completions",
     "sampled": "sampled requests",
@@ -28,19 +28,19 @@ KINDS = {
 
 @dataclass(frozen=True)
 class _Request:
-    """One that both sides answered."""
+    """A request that both sides answered."""
 
     kind: str
     prompt_tokens: int
     ratio: float
-    """Of a latency, artifact over baseline."""
+    """The ratio of a latency, artifact over baseline."""
 
 
 @dataclass(frozen=True)
 class SlowGroup:
     name: str
     ratio: float
-    """Its median."""
+    """The median ratio of the group's requests."""
 
 
 def slow_groups(blocks: Sequence[BlockInUse], figure: str, allowance: float, most: float) -> list[SlowGroup]:

@@ -15,11 +15,11 @@ from ..served_text import FEWEST_OFF, LOGIT_TOLERANCE, SHOWN, SURELY
 
 NAME = "text in use"
 FEWEST_RIGHT = 3
-"""Right answers outside a condition without which it says nothing."""
+"""The least number of right answers that must not meet a condition for it to be named as a cause."""
 FEWEST_IN_RANGE = 3
-"""Wrong answers without which a range of Ms says nothing: any two have one."""
+"""The least number of wrong answers for naming a range of Ms: any two answers span some range."""
 PURE = 0.75
-"""Share of wrong answers among those that meet a condition, from which on it is a cause by itself."""
+"""The share of wrong answers among all answers that meet a condition from which on it is named as a cause."""
 MOST_CONDITIONS = 3
 CONTEXTS = "look at how keys and values of such contexts are stored, found and attended to"
 BATCHES = "look at the kernels for that M, and at how the server batches requests"
@@ -33,11 +33,11 @@ class Condition:
     """A condition that wrong answers may have in common."""
 
     words: str
-    """After `only answers`."""
+    """The condition's words, which follow `only answers`."""
     advice: str
     holds: Holds
     limits: int = 0
-    """Numbers in it that are taken from the wrong answers."""
+    """How many numbers in the condition are taken from the wrong answers."""
 
 
 def check_text_in_use(answers: Sequence[AnswerInUse], bounds: Bounds) -> CheckResult:
@@ -189,12 +189,12 @@ def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> I
 
 
 def _below(values: Iterable[float], limit: float) -> float:
-    """The largest of them below `limit`, or 0."""
+    """The largest value below `limit`, or 0 if there is none."""
     return max((value for value in values if value < limit), default=0)
 
 
 def _above(values: Iterable[float], limit: float) -> float:
-    """The smallest of them above `limit`, or else `limit` plus one."""
+    """The smallest value above `limit`, or else `limit` plus one."""
     return min((value for value in values if value > limit), default=limit + 1)
 
 

@@ -30,7 +30,7 @@ class Tuning:
     from_tokens: int
     """The least number of tokens in a step; smaller steps use the previous tuning."""
     traced_tokens: int
-    """Tokens in the traced pass: a size that no other dimension of a model has, so that it is recognized."""
+    """Number of tokens in the traced pass: a size that no other dimension has, so that it is recognized."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Compiler options. They must differ between tunings, since the compiler's cache ignores traced sizes."""
     pdl: bool = False
@@ -41,7 +41,7 @@ ONE_FORM = {"triton.persistent_reductions": False}
 """Norms of heads as loops, for which the compiler has only one form. Of persistent kernels it times several,
 and with so few tokens a different one would win in every process."""
 TUNINGS = (Tuning(0, 37, ONE_FORM, pdl=True), Tuning(129, 2053, {"max_autotune_pointwise": True}))
-"""Ascending."""
+"""All tunings, by ascending `from_tokens`."""
 ONE_TUNING = TUNINGS[:1]
 """For batch invariance: two compilations would sum norms in two orders, and differ in what they fuse.
 

@@ -57,7 +57,7 @@ class _Call:
     input: Any
     output: Any = None
     first: tuple[str, Any, Any] | None = None
-    """Name, input and output of the child that was called first."""
+    """The name, input and output of the child that the layer called first."""
     children: list[str] = field(default_factory=list)
 
 
@@ -66,9 +66,10 @@ class Chain:
     """Layers whose output is directly the next layer's input."""
 
     input_norms: Mapping[nn.Module, str]
-    """By layer, the name of its input norm; empty if the layer itself is a norm, as the final one."""
+    """The name of each layer's input norm; empty if the layer itself is a norm, such as the model's final
+    norm."""
     successors: Mapping[nn.Module, nn.Module]
-    """By layer, the layer that takes its output."""
+    """For each layer, the layer that takes its output."""
 
     def input_norm(self, layer: nn.Module) -> nn.Module:
         """The module itself, which the layer's `PrecomputedNorm` replaces."""

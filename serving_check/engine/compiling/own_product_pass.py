@@ -59,5 +59,5 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _semaphores(n: int, device: torch.device) -> Tensor:
-    """Shared by all weights of n rows: products run in order, and each leaves the semaphores at zero."""
+    """Semaphores for all weights of n rows. Products run in order, and each leaves the semaphores at zero."""
     return torch.zeros(semaphores_of(n), dtype=torch.int32, device=device)

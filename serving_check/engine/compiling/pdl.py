@@ -50,11 +50,11 @@ def _inductor_kernel() -> Any:
 
 
 def _wait(kernel: Any, lines: Any, *_: str, consider_reads: bool = False) -> None:
-    """Emitted before each access; Inductor keeps only the first of these lines."""
+    """Emit a wait before each memory access; Inductor keeps only the first of these lines."""
     if kernel._enable_pdl_codegen():
         in_loop = kernel.inside_reduction and kernel.range_trees[-1].is_loop
         (kernel.body if in_loop else lines).writeline(f"{kernel.GDC_LAUNCH}; {kernel.GDC_WAIT}")
 
 
 def _nothing(*_: Any) -> None:
-    """Nothing after a load, since the next kernel is launched already."""
+    """Emit nothing after a load, since the next kernel is launched already."""

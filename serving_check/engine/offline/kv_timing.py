@@ -24,7 +24,7 @@ from ..sequence import Sequence as Request
 from ..step_input import StepBuffers
 
 MEMORY_SHARE = 0.2
-"""Of free memory, for the keys and values of all formats together at one M and context."""
+"""The share of free memory for keys and values at one M and context, of all formats together."""
 CPU_BUDGET = TimingBudget(samples=6, sample_seconds=0.0, seconds=0.3, warmup_calls=1)
 GPU_BUDGET = TimingBudget(samples=16, seconds=0.2)
 FULL_PAGE = " with a page that becomes full"
@@ -65,7 +65,7 @@ def time_kv_formats(
 
 
 def _over_a_page(plain: float, full: float, name: str, device: torch.device) -> float:
-    """The mean time of a step: one step in a page's tokens completes the page."""
+    """The mean time of a step. One step in as many as a page has tokens completes the page."""
     return plain + (full - plain) / KV_FORMATS[name].page_size(device)
 
 

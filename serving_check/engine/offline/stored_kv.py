@@ -48,7 +48,7 @@ class StoredKVModel(nn.Module):
         )
         self._run = Forward(model, layers.attention, self.pool.layers, as_op=False, states=self.pool.states)
         self._graphs: CudaGraphs[Tensor] | None = CudaGraphs() if self.step_buffers.static else None
-        """Graphs of decode steps by shape, since launches take longer than the kernels."""
+        """CUDA graphs of decode steps by shape: without them, launches would take longer than the kernels."""
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **options: Any) -> CausalLMOutput:
         """Logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; 0 stands for all.
