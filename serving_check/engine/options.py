@@ -20,9 +20,9 @@ ARTIFACT_ONLY = ("layout", "kv_cache_dtype", "batch_invariance")
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 
 CPU_CHUNK, CUDA_CHUNK = 2048, 8192
-"""Prompt tokens in a step without decoding requests."""
+"""Number of prompt tokens in a step without decoding requests."""
 CPU_CHUNK_WHILE_DECODING, CUDA_CHUNK_WHILE_DECODING = 512, 256
-"""On a GPU about as much work as decoding a full batch, so that prefill about doubles a step's time."""
+"""The same in a step with decoding requests. On a GPU it is about as much work as decoding a full batch."""
 
 
 # The registries import torch, which takes seconds, so they are imported only when choices are needed.

@@ -63,14 +63,14 @@ class _ProductObserver(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _gets_ours(self, func: Any, args: tuple, parents: set[str]) -> bool:
-        """Whether it is in a compiled layer, where a graph pass replaces it by our product."""
+        """Whether the product is in a compiled layer, where a graph pass replaces it by ours."""
         place = own_product_pass.WEIGHT_AT.get(func.overloadpacket)
         served = place is not None and own_product_pass.serves(func.overloadpacket, args[place])
         return served and bool(parents & self._compiled)
 
 
 def _is_exact(args: tuple) -> bool:
-    """One column times one row, as in rotary embeddings: nothing is summed, so the order cannot matter."""
+    """Whether the product is one column times one row, as in rotary embeddings: it sums nothing."""
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     return len(tensors) >= 2 and tensors[-2].shape[-1] == 1
 

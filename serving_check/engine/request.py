@@ -12,12 +12,12 @@ LEAST_TEMPERATURE = 1e-5
 """Lower temperatures are greedy: logits divided by them could overflow float32. The same limit as vLLM's."""
 MOST_TEMPERATURE = 100.0
 MOST_TOKENS = 2**31 - 1
-"""Of max_tokens and top_k, which kernels read as integers of fixed width."""
+"""The largest max_tokens and top_k, since kernels read them as integers of fixed width."""
 LEAST_TOP_P = 1e-6
-"""Sums of probabilities in float32 are not accurate enough for less."""
+"""The smallest top_p: sums of probabilities in float32 are not accurate enough for less."""
 MOST_STOP_TOKEN_IDS = 1024
 MOST_PENALTY = 2.0
-"""Of presence and frequency, in both directions, as in OpenAI's API."""
+"""The largest magnitude of presence and frequency penalties, as in OpenAI's API."""
 REPETITION_PENALTIES = (0.01, 100.0)
 MOST_BIAS = 100.0
 MOST_BIASED_TOKENS = 1024
@@ -32,15 +32,15 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    """0 draws none, for requests that only want logprobs of the prompt."""
+    """The most tokens to draw; 0 for requests that only want logprobs of the prompt."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps every token."""
+    """How many of the most likely tokens may be drawn; 0 for all."""
     min_p: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
-    """None for none; k for the log-probabilities of the drawn token and of the k most likely ones."""
+    """k asks for the log-probabilities of the drawn token and of the k most likely ones; None for none."""
     prompt_logprobs: int | None = None
     """The same for every token of the prompt but the first."""
     ignore_eos: bool = False
@@ -54,7 +54,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, each with a number that is added to its logit."""
     min_tokens: int = 0
-    """Before the output has so many tokens, none that would end it is drawn."""
+    """No token that ends the output is drawn until the output has this many tokens."""
     grammar: str | None = None
     """A grammar that the output must follow, in llguidance's form."""
 
@@ -135,7 +135,8 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the prompt's tokens from the second on; in the first output of a request that asks for them."""
+    """The logprobs of the prompt's tokens from the second on, in a request's first output, if it asks for
+    them."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class EngineCapacity:
     """The most requests that decode together."""
     kv_cache_pages: int
     page_size: int
-    """Tokens a page holds."""
+    """Number of tokens in a page."""
     kv_cache_dtype: str = "unquantized"
     packed_layers: dict[str, int] = field(default_factory=dict)
     """The number of packed weights by layout and shape, by names such as `swap_ab 4096x4096`."""
@@ -163,13 +164,13 @@ class StepTimes:
     """Where the engine's time went, in seconds since warm-up."""
 
     step_seconds: float = 0.0
-    """In steps, each from its beginning to its end."""
+    """Seconds in steps, each from its beginning to its end."""
     host_seconds: float = 0.0
-    """In steps, without waiting for the GPU or, on a CPU, without running the model."""
+    """Seconds in steps, without waiting for the GPU or, on a CPU, without running the model."""
     device_busy_seconds: float | None = None
-    """From the start to the end of each launch on the device; None without a GPU."""
+    """Seconds on the device from the start to the end of each launch; None without a GPU."""
     device_idle_seconds: float | None = None
-    """Between two launches, while there were requests to serve."""
+    """Seconds on the device between two launches while there were requests to serve; None without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class EngineStats:
     running: int
     waiting: int
     kv_cache_usage: float
-    """Pages in use over pages in the pool, 0..1."""
+    """The share of the pool's pages that is in use, 0 to 1."""
     preemptions: int
     prompt_tokens: int
     generation_tokens: int

@@ -9,7 +9,7 @@ from .kv_pool import KVPool
 from .sequence import Sequence
 
 MOST_SCORED = 256
-"""Prompt tokens in a step whose logits are computed: 256 rows of 152k take 80 MB in bf16."""
+"""The most prompt tokens per step whose logits are computed: 256 rows of 152k take 80 MB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PrefillChunk:
     start: int
     count: int
     is_replay: bool = False
-    """A token that was decoded before a preemption, and is now decoded again."""
+    """Whether this is a token that was decoded before a preemption and is now decoded again."""
 
     @property
     def completes(self) -> bool:
@@ -42,7 +42,7 @@ class Schedule:
 
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
-    """Replays first."""
+    """The prefill chunks of the step; replays come first."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,14 +104,15 @@ class Scheduler:
     """
 
     def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int, replays: bool = False):
-        """replays: after a preemption, decode again what had been decoded, instead of prefilling it."""
+        """replays: after a preemption, decode tokens again that had been decoded, instead of prefilling
+        them."""
         self.pool = pool
         self.replays = replays
         self.prefill_chunk = prefill_chunk
         self.chunk_while_decoding = chunk_while_decoding
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In the order they were admitted."""
+        """The running sequences, in the order in which they were admitted."""
         self.preemptions = 0
         self.suspects = 0
         """How many waiting and running sequences are suspects."""

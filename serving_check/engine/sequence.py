@@ -24,11 +24,11 @@ class Sequence:
     max_len: int
     """The length at which it ends in any case."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end it: the model's, unless ignored, and the request's own."""
+    """Tokens that end the output: the model's end tokens, unless ignored, and the request's own."""
     matcher: Matcher | None = None
     """The position of its output in its grammar, as far as the host knows its tokens."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the pool."""
+    """Number of tokens whose keys and values are in the pool."""
     has_left: bool = False
     """Whether it has left the scheduler: finished, aborted, or its last token is in flight."""
     row: int | None = None
@@ -37,7 +37,7 @@ class Sequence:
     is_suspect: bool = False
     """Whether it was in a failed step before it had a token. It is tried again without other suspects."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, as far as they are computed."""
+    """The logprobs of the prompt's tokens from the second on, as far as they are computed."""
     adjusts_logits: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +69,12 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """The last token of a prompt is prefilled even if it is the only one left."""
+        """Whether prompt tokens are left to compute. The last one is prefilled even if it is the only one
+        left."""
         return self.num_computed < max(self.num_prompt, len(self.tokens) - 1)
 
     def finish_reason(self, length: int) -> FinishReason | None:
-        """Whether the last of the first `length` tokens ended it, and why."""
+        """Why the last of the first `length` tokens ended the sequence; None if it did not."""
         if self.tokens[length - 1] in self.ends:
             return "stop"
         return "length" if length >= self.max_len else None

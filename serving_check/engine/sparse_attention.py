@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 INDEXER = "indexer"
-"""The name that models of transformers give the module which chooses keys."""
+"""The name of the module that chooses keys, in models of transformers."""
 
 CHOSEN_KEYS = {"attention_mask", "indices", "block_indices"}
 """Arguments by which sparse layers tell their attention function what the indexer has chosen."""

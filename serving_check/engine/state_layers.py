@@ -32,7 +32,7 @@ from .state_modules import forward_of
 from .unsupported import unsupported
 
 CACHES = ("cache_params", "past_key_values")
-"""What transformers calls the argument of a forward that is its cache."""
+"""The names that transformers gives the cache among the arguments of a forward."""
 ASKS_FOR_STATES = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 
 
@@ -48,7 +48,7 @@ _STATES: ContextVar[States] = ContextVar("the states of the step that a forward 
 
 @contextmanager
 def taking_states(states: States) -> Iterator[None]:
-    """Within it, layers with a state call `states`."""
+    """Inside the `with` block, layers with a state call `states`."""
     token = _STATES.set(states)
     try:
         yield
@@ -176,7 +176,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[[_State, Mapping[str, Any]], Any]]] = {
     "mamba2_selective_state_update": ("state", _mamba2),
     "mamba_selective_state_update": ("state", _mamba1),
 }
-"""transformers' functions that compute one token: their argument that is the state, and ours."""
+"""transformers' functions that compute one token: the argument that holds the state, and our replacement."""
 
 
 def keeps_a_state(module: nn.Module) -> bool:
@@ -185,7 +185,7 @@ def keeps_a_state(module: nn.Module) -> bool:
 
 
 def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
-    """Once for a model: its layers with states use ours, inside an engine. UserError for unknown kinds."""
+    """Make a model's layers with states use our states inside an engine. UserError for unknown kinds."""
     for name, module in model.named_modules():
         if keeps_a_state(module) and "forward" not in module.__dict__:
             if not hasattr(module, "layer_idx"):

@@ -23,7 +23,8 @@ class Compute(Protocol):
     """Computes with a state of the layer."""
 
     def __call__(self, name: str, inputs: StateInputs, like: Tensor, index: int = 0) -> Tensor:
-        """Outputs [T, ...]. name: the state format's; index: of layers with several states of one format."""
+        """Outputs [T, ...]. name: the state format; index: which state, if a layer has several of one
+        format."""
 
 
 def _lightning_attention(
@@ -63,7 +64,7 @@ def _zaya_projection(
 
 
 def _window(compute: Compute, x: Tensor, width: int, index: int) -> Tensor:
-    """[T, C, width + 1]."""
+    """The last inputs of each token and its own, [T, C, width + 1]."""
     return compute("last_inputs", LastInputs(x, width), x[:, :, None].expand(-1, -1, width + 1), index)
 
 
@@ -98,7 +99,8 @@ FORWARDS: dict[str, Callable[[Any, Tensor, Mapping[str, Any], Compute], Any]] = 
     "ZayaCCAProjection": _zaya_projection,
     "RecurrentGemmaRecurrentBlock": _recurrent_block,
 }
-"""By transformers' class. Arguments: the module, tokens [T, 1, H], others of the call, and `compute`."""
+"""The forward for each class of transformers. It takes the module, tokens [T, 1, H], the call's other
+arguments, and `compute`."""
 
 
 def forward_of(module: nn.Module) -> Callable[[Any, Tensor, Mapping[str, Any], Compute], Any] | None:

@@ -58,7 +58,7 @@ class StepClock:
             self._device.starts()
 
     def rest(self) -> None:
-        """Called when no work is left: until there is some again, the device does not count as idle."""
+        """Called when no requests are left. Until the next request, the device does not count as idle."""
         if self._device is not None:
             self._device.rest()
 

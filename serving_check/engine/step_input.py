@@ -26,7 +26,7 @@ from .scheduler import MOST_SCORED, PrefillChunk
 from .sequence import Sequence
 
 ALIGNMENT = 16
-"""In bytes. Compiled kernels assume it for every array of every shape."""
+"""The alignment of arrays in bytes, which compiled kernels assume for every array of every shape."""
 SHAPES_REMEMBERED = 256
 
 
@@ -35,15 +35,15 @@ class StepShape:
     """The sizes of a step's arrays. A CUDA graph is captured for each shape."""
 
     num_tokens: int
-    """T, padding included."""
+    """T, the number of tokens, padding included."""
     num_requests: int
-    """R."""
+    """R, the number of requests."""
     num_logits: int
-    """L: the number of tokens whose logits are computed."""
+    """L, the number of tokens whose logits are computed."""
     num_tiles: int = 0
-    """N: tiles of prefill attention."""
+    """N, the number of tiles of prefill attention."""
     decode_only: bool = False
-    """If so, T = R = L, and arrays with equal content share memory."""
+    """Whether all requests decode: then T = R = L, and arrays with equal content share memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class StepInput:
     logits_indices: Tensor | None
     """int64 [L]: tokens whose logits are computed; None for all."""
     sample_rows: Tensor
-    """int64 [L]: the row of each one's request; `max_requests` if it is for none."""
+    """int64 [L]: the row of the request that each of these tokens belongs to; `max_requests` for padding."""
     sample_positions: Tensor
     """int64 [L]: the positions of the tokens to be drawn."""
 
@@ -96,7 +96,7 @@ def _sizes(shape: StepShape) -> dict[str, tuple[str, int]]:
 
 
 def _num_bytes(dtype: str, count: int) -> int:
-    """Bytes of an array, rounded up so that the next one is aligned."""
+    """The size of an array in bytes, rounded up so that the next array is aligned."""
     return -(-count * int(dtype[3:]) // 8 // ALIGNMENT) * ALIGNMENT
 
 
@@ -112,7 +112,7 @@ class StepBuffers:
         static: bool,
         batch_invariance: BatchInvariance = "tuned",
     ):
-        """block_table:      int32 [rows, W], the pool's
+        """block_table:      the pool's block table, int32 [rows, W]
         static:           copy steps to static addresses on `device`; otherwise they are read in place
         batch_invariance: the mode of attention
         """

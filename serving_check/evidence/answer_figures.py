@@ -13,9 +13,9 @@ from ..workload.answers import Answer
 
 T = TypeVar("T")
 LEAST_RETOKENIZED = 0.8
-"""Share of the claimed tokens that text must give when tokenized again: it may give a few less."""
+"""The share of the claimed tokens that a text must give when it is tokenized again: a few may be missing."""
 LEAST_FOR_LIKENESS = 4
-"""Tokens that an answer needs before one repeated token counts against it."""
+"""How many tokens an answer must have for it to count as one repeated token."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class AnswerFigures:
     token_ids_told: bool = True
     """Whether the server streams token ids beside the text; otherwise the text is tokenized again."""
     claimed_tokens: int = 0
-    """As `usage` says."""
+    """Number of tokens according to `usage`."""
     received_tokens: int = 0
-    """In the streams' chunks."""
+    """Number of tokens in the streams' chunks."""
     counted_tokens: int | None = 0
-    """By how much the server's own counter of generated tokens rose; null where it has none."""
+    """By how much the server's own counter of generated tokens rose; null if it has no such counter."""
     short: int = 0
-    """Answers with fewer tokens than `usage` claims for them."""
+    """Number of answers with fewer tokens than `usage` claims for them."""
     not_its_tokens: int = 0
-    """Answers whose text is not what their token ids stand for."""
+    """Number of answers whose text is not the text of their token ids."""
     duplicates: int = 0
-    """Answers that equal another one of the same repeat, whose prompt was another."""
+    """Number of answers that equal an answer to another prompt in the same repeat."""
     one_token: int = 0
-    """Answers that are one token again and again."""
+    """Number of answers that repeat a single token."""
     distinct_share: float = 0.0
-    """Share of an answer's tokens that are distinct, summed over answers."""
+    """The share of distinct tokens in an answer, summed over answers."""
 
     @property
     def variety(self) -> float:
-        """Mean share of an answer's tokens that are distinct, 0 to 1."""
+        """The share of distinct tokens in an answer, 0 to 1, mean over answers."""
         return self.distinct_share / self.answers if self.answers else 0.0
 
     @classmethod
@@ -147,5 +147,5 @@ def text_is_of(answer: Answer | None, tokenizer: TokenText) -> bool:
 
 
 def bare(text: str) -> str:
-    """Without white space at either end and characters cut in two."""
+    """`text` without white space at either end and without characters cut in two."""
     return text.replace("\N{REPLACEMENT CHARACTER}", "").strip()

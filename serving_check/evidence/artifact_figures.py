@@ -16,9 +16,9 @@ class ModuleError:
 
     module: str
     relative_error: float | None
-    """‖dequantized − baseline's‖ / ‖baseline's‖, Frobenius; null where it is not finite."""
+    """‖dequantized − baseline‖ / ‖baseline‖ of the weights, Frobenius norms; null if it is not finite."""
     recorded: float | None
-    """The same as the manifest says it was when the artifact was made; null where nothing is recorded."""
+    """The same error as the manifest recorded it when the artifact was made; null if it is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class KindErrors:
     __pydantic_config__ = DOCUMENTED
 
     kind: str
-    """The modules' name, `*` where their layers and experts are numbered."""
+    """The modules' name, with `*` in place of the numbers of layers and experts."""
     format: str
     modules: int
     median: float | None
-    """Of their relative errors; null where most are not finite."""
+    """The median of the modules' relative errors; null if most are not finite."""
     spread: float
-    """Median absolute deviation of the errors' logarithms."""
+    """The median absolute deviation of the errors' logarithms."""
     furthest: tuple[ModuleError, ...]
     """The modules furthest from the manifest's record, if there is one, and those with the largest errors."""
 
@@ -47,7 +47,7 @@ class ChangedTensor:
 
     name: str
     rows: int
-    """Rows that differ."""
+    """Number of rows that differ."""
     of: int
 
 
@@ -58,19 +58,19 @@ class WeightFigures:
     __pydantic_config__ = DOCUMENTED
 
     is_ours: bool
-    """It has a manifest, which records the error of every module."""
+    """Whether the artifact has a manifest, which records the error of every module."""
     is_baseline: bool
-    """Its bytes are the baseline's own, to test the gate."""
+    """Whether the artifact's bytes are the baseline's own, which tests the gate."""
     is_other_quantized: bool
-    """Keys and values are stored quantized, so the weights need not be."""
+    """Whether keys and values are stored quantized, so that the weights need not be."""
     quantized: int
-    """Modules that are stored quantized."""
+    """Number of modules that are stored quantized."""
     recorded: int
-    """Modules that the manifest lists as quantized."""
+    """Number of modules that the manifest lists as quantized."""
     compared: int
-    """Quantized modules whose baseline was found and read."""
+    """Number of quantized modules that were compared with the baseline's weights."""
     kept: int
-    """Unquantized tensors that were compared with the baseline's, bit for bit."""
+    """Number of unquantized tensors that were compared with the baseline's, bit for bit."""
     kinds: tuple[KindErrors, ...] = ()
     not_quantized: tuple[str, ...] = ()
     """Modules that the manifest lists as quantized but that are not."""
@@ -96,7 +96,7 @@ class TextDifference:
     part: str
     """One of `PARTS`."""
     where: str
-    """In a few words: `token 'the' is 264, the baseline's 265 (and 3 more)`."""
+    """Where it differs, in a few words: `token 'the' is 264, the baseline's 265 (and 3 more)`."""
 
 
 PARTS = (
@@ -114,7 +114,7 @@ class TextFigures:
 
     differences: tuple[TextDifference, ...] = ()
     declared: tuple[str, ...] = ()
-    """Parts that the artifact's recipe says it changes."""
+    """The parts that the artifact's recipe declares to be changed."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,15 @@ class ReadElsewhere:
     __pydantic_config__ = DOCUMENTED
 
     reader: str
-    """With its version and those of the libraries that it reads quantized weights with."""
+    """The reader with its version, and the versions of the libraries with which it reads quantized
+    weights."""
     tokens: int
     mean_kl: float | None
-    """Of its predictions from ours, nats a token; null where there are none, or none that is finite."""
+    """The mean KL divergence of its predictions from ours, in nats per token; null if there is no finite
+    figure."""
     top1_agreement: float | None
     refused: str | None
-    """Its own words where it could not load the artifact here."""
+    """The reader's error message if it could not load the artifact here; else null."""
 
 
 @dataclass(frozen=True)
@@ -140,5 +142,5 @@ class ReaderFigures:
     __pydantic_config__ = DOCUMENTED
 
     misreadings: tuple[str, ...] = ()
-    """What they refuse, skip or read otherwise, each with its file and field."""
+    """What the readers refuse, skip or read differently, each with its file and field."""
     elsewhere: tuple[ReadElsewhere, ...] = ()

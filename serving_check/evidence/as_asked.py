@@ -13,9 +13,9 @@ from .answer_figures import TokenText, bare
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BEGINNING = 4
-"""Tokens, or characters, by which two answers with one seed are compared. What is served beside a request
-changes how its logits are rounded, by about 0.01 nats in bfloat16, and then at most 1 of 100 tokens is drawn
-otherwise. Two seeds seldom draw four tokens alike."""
+"""How many tokens, or characters, of two answers with one seed are compared. Other requests in the batch
+change how a request's logits are rounded, by about 0.01 nats in bfloat16, so at most 1 of 100 tokens is drawn
+differently. Two different seeds seldom draw four equal tokens."""
 
 
 def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..settings import DOCUMENTED
 
 PARTS_BEFORE = 4
-"""Parts of a burst before what may come between them."""
+"""How many parts of a burst come before any requests that are sent between parts."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Rest:
     running: float | None
     waiting: float | None
     kv_cache_usage: float | None
-    """0 to 1."""
+    """The share of the KV cache in use, 0 to 1."""
     memory_bytes: int | None
-    """Resident memory of its processes on the host."""
+    """Resident memory of the server's processes on the host, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BurstPart:
     requests: int
     seconds: float
     memory_bytes: int | None = None
-    """Resident memory of the server's processes after it; null where that is not known."""
+    """Resident memory of the server's processes after this part, in bytes; null if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,24 @@ class AtRestFigures:
     __pydantic_config__ = DOCUMENTED
 
     requests: int
-    """Requests that the artifact's server was sent between `before` and `after`."""
+    """Number of requests that the artifact's server was sent between `before` and `after`."""
     before: Rest
     after: Rest
     burst: tuple[BurstPart, ...]
-    """Of the artifact's server, in their order; the servers take turns."""
+    """The parts of the burst at the artifact's server, in their order; the servers take turns."""
     first_m: int
     """The M whose speed was measured again at the end."""
     first: tuple[float, ...]
     """Output tokens per second of the artifact's server at that M, of each of its first repeats."""
     last: tuple[float, ...]
-    """The same at the end."""
+    """The same for the repeats at the end."""
     baseline_burst: tuple[BurstPart, ...] = ()
-    """Empty if the baseline's server was not up."""
+    """The parts of the burst at the baseline's server; empty if it was not running."""
     baseline_first: tuple[float, ...] = ()
     baseline_last: tuple[float, ...] = ()
     between: int = 0
-    """Requests after the burst's fourth part, many in each HTTP request, where its parts have too few."""
+    """Number of requests sent after the burst's fourth part, many in each HTTP request, if the parts have too
+    few."""
     errors: tuple[str, ...] = ()
-    """Of the first requests of the burst, and of the last repeats, that failed at the artifact's server."""
+    """The errors of requests that failed at the artifact's server at the burst's beginning or in the last
+    repeats."""

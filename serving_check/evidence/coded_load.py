@@ -8,7 +8,7 @@ from ...layouts.kv.format import KV_FORMATS, PageCodedKVFormat
 from ..settings import WorkloadSettings
 
 ANSWERED_BEFORE = 32
-"""Output tokens before an answer fills a page, with the prompts chosen here."""
+"""How many output tokens an answer has before it fills a page, with the prompt length chosen here."""
 
 
 def default_input_len(kv_cache_dtype: str | None) -> int:

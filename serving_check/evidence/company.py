@@ -14,7 +14,7 @@ from ..settings import DOCUMENTED
 MOST_PROBES = 8
 LONGEST_ANSWER = 32
 TOP_LOGPROBS = 5
-"""Alternatives at each token, whose logprobs are compared as well."""
+"""How many alternatives are requested at each token; their logprobs are compared as well."""
 COMPANIES = 3
 TIMEOUT_S = 600.0
 
@@ -26,14 +26,14 @@ class Difference:
     __pydantic_config__ = DOCUMENTED
 
     company: str
-    """The neighbours in the batch."""
+    """The other requests in the batch, in a few words."""
     request: int
-    """Which of the prompts, counted from 0."""
+    """The index of the prompt, counted from 0."""
     prompt_tokens: int
     token: int
-    """Which token of the answer, counted from 0."""
+    """The index of the token in the answer, counted from 0."""
     alone: str
-    """The token as the server gave it: text, logprob, alternatives."""
+    """The token of the answer alone, as the server gave it: text, logprob, alternatives."""
     together: str
 
 
@@ -44,17 +44,17 @@ class CompanyFigures:
     __pydantic_config__ = DOCUMENTED
 
     claim: str
-    """`pin` or `per-token`."""
+    """The batch invariance that the server claims: `pin` or `per-token`."""
     requests: int
-    """Prompts that were sent alone, and once with every kind of neighbours."""
+    """Number of prompts that were sent alone, and once with every kind of neighbours."""
     neighbours: int
-    """The most requests in a batch besides them."""
+    """The most other requests in a batch."""
     tokens: int
-    """Tokens compared, each with its logprob and its alternatives'."""
+    """Number of compared tokens, each with its logprob and its alternatives' logprobs."""
     failed: int
-    """Requests without an answer."""
+    """Number of requests without an answer."""
     differing: int
-    """Answers in a batch that differ from the answer alone."""
+    """Number of answers in a batch that differ from the answer alone."""
     first: Difference | None = None
 
 
@@ -131,7 +131,7 @@ def _first_difference(alone: list, together: list) -> int | None:
 
 
 def _ask(endpoint: Endpoint, probe: _Probe) -> Answer:
-    """Its tokens as they are in JSON: every float has enough digits to be exact."""
+    """The answer's tokens as the JSON holds them, in which every float has enough digits to be exact."""
     body = {
         "prompt": list(probe.prompt),
         "max_tokens": probe.answer_len,

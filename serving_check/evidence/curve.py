@@ -140,7 +140,8 @@ def prompt_decisions_of(
 def _decided_by_m(
     levels: Sequence[MeasuredM], workload: WorkloadSettings, test: SequentialTest, figure: Figure
 ) -> dict[int, Decision]:
-    """If repeats hardly ever have the figure, more blocks would not help, so the decision is final."""
+    """The decision on a figure at each M. It is final if repeats hardly ever have the figure: more blocks
+    would not help."""
     decisions = _decided(levels, workload, test, figure)
     return {
         level.m: replace(decision, final=True)
@@ -153,7 +154,8 @@ def _decided_by_m(
 def part_point(
     measured: MeasuredM, decision: Decision | None, figure: Figure, unit: float = 1.0
 ) -> PartPoint | None:
-    """None if the part is not judged separately. unit: the name of the figure's unit"""
+    """The figures of one part at one M; None if it is not judged separately. unit: the name of the figure's
+    unit"""
     if decision is None:
         return None
     ours, theirs = (
@@ -197,8 +199,9 @@ def _decided(
     test: SequentialTest,
     figure: Figure,
 ) -> list[Decision]:
-    """Decided from the blocks on the first servers or, if there are any, from groups on restarted servers;
-    from groups alone if servers take turns. Drawn Ms, of which less is known, pass by their estimate."""
+    """The decisions from the blocks on the first servers or, if there are any, from groups on restarted
+    servers; from groups alone if servers take turns. Drawn Ms, of which less is known, pass by their
+    estimate."""
     drawn = {index for index, level in enumerate(measured) if level.m not in workload.ms}
     groups = [level.group_means(figure) for level in measured]
     if any(took_turns(level) for level in measured):

@@ -31,7 +31,7 @@ def describe_environment(
     engine_options: dict[str, OptionValue] | None = None,
     baseline_engine_options: dict[str, OptionValue] | None = None,
 ) -> Environment:
-    """This machine, now."""
+    """The environment of a measurement on this machine, now."""
     return Environment(
         device=device_name(torch.device(device)),
         engine=engine,

@@ -17,8 +17,8 @@ from .quality_figures import Comparison
 from .undisturbed import AloneFigures
 
 PackedLayers = Mapping[str, int] | None
-"""How many layers are packed in each layout and shape, as `swap_ab 4096x4096`; None if a server does not
-say, or is no loader of ours."""
+"""How many layers are packed in each layout and shape, such as `swap_ab 4096x4096`; None if a server does not
+report it, as engines other than ours."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class ModelFigures:
     """[N, K] of every linear layer, [E, N, K] of a layer's experts, by module name."""
     vocab_size: int
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """The layout of every packed product, by its name, in which merged layers are one."""
+    """The layout of every packed product by the product's name; merged layers are one product."""
     packed: PackedLayers = None
     packed_weights: int | None = None
-    """How many weights are packed, where a server elsewhere may pack them in other layouts; else None."""
+    """How many weights are packed, if a server on another machine may use other layouts; else None."""
     weight_bytes: int = 0
-    """Of all parameters as they lie in memory; 0 if that is not known."""
+    """The size of all parameters in memory, in bytes; 0 if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ScoredText:
     tokens: tuple[int, ...]
     text: str
     nats_per_token: float | None
-    """Mean over `tokens` under the baseline; null where nothing was written."""
+    """Mean negative log-likelihood of `tokens` under the baseline; null if nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class TextScore:
     m: int
     tokens: int
     off: int
-    """Tokens whose logit under the artifact is too far below the best one to be explained by rounding."""
+    """Number of tokens whose logit in the artifact is too far below the best one to be explained by
+    rounding."""
     baseline_off: int
-    """The same under the baseline's logits."""
+    """The same number for the baseline's logits."""
     beginning: str
     """The first characters of the text."""
 
@@ -75,7 +76,7 @@ class RepeatedPrompts:
 
     m: int
     first_tpot: float
-    """Seconds."""
+    """The median TPOT of the first time, in seconds."""
     second_tpot: float
 
 
@@ -88,20 +89,20 @@ class Evidence:
     loaded: ModelFigures
     baseline_loaded: ModelFigures
     quality: Comparison
-    """On held-out text, in process."""
+    """The comparison of artifact and baseline on held-out text, computed in process."""
     canary: tuple[ScoredText, ...]
-    """Greedy text of the artifact's server."""
+    """Greedy texts of the artifact's server."""
     baseline_canary: tuple[ScoredText, ...]
     measured: tuple[MeasuredM, ...]
     """Every repeat at every M."""
     weights: WeightFigures | None
-    """The stored weights against the baseline's; null where that is quantized itself."""
+    """The stored weights compared with the baseline's; null if the baseline is quantized itself."""
     texts: TextFigures
-    """Tokenizer, templates and generation settings against the baseline's."""
+    """Tokenizer, templates and generation settings compared with the baseline's."""
     readers: ReaderFigures | None = None
-    """What other readers take the artifact's files for; null if that was not looked at."""
+    """How other readers interpret the artifact's files; null if this was not examined."""
     capacity: int | None = None
-    """Tokens that the artifact's KV cache holds; null if its server does not say."""
+    """How many tokens the artifact's KV cache holds; null if its server does not say."""
     limit: int | None = None
     """The most requests that the artifact's server runs together; null if it does not say."""
     compiled: tuple[Mapping[str, int] | None, Mapping[str, int] | None] = (None, None)
@@ -109,23 +110,24 @@ class Evidence:
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """The layers packed by the artifact's server, and by the baseline's."""
     answers: tuple[TextScore, ...] = ()
-    """Answers under load of the artifact's server, most of them at the largest M."""
+    """Answers of the artifact's server under load, most of them at the largest M."""
     repeated: RepeatedPrompts | None = None
-    """Null if nothing was measured completely."""
+    """The TPOT of prompts that were sent twice; null if nothing was measured completely."""
     together: MeasuredM | None = None
     """Blocks whose repeats ran on both servers at the same time; null if stalls left no doubt."""
     company: CompanyFigures | None = None
-    """Prompts alone and in a batch; null if the artifact's server does not claim batch invariance."""
+    """Answers alone and in a batch; null if the artifact's server does not claim batch invariance."""
     in_use: FiguresInUse | None = None
-    """Of a load as in use; null if none was sent, as in exploratory runs."""
+    """The figures of a load as in use; null if none was sent, as in exploratory runs."""
     at_rest: AtRestFigures | None = None
-    """Of both servers when all load had ended; null if nobody looked."""
+    """The figures of both servers after all load had ended; null if they were not examined."""
     quality_by_domain: Mapping[str, Comparison] = field(default_factory=dict)
-    """The same on the text of each domain, such as `code`; empty if all of it is of one domain."""
+    """The same comparison on the text of each domain, such as `code`; empty if there is only one domain."""
     foreign_domains: Mapping[str, float] = field(default_factory=dict)
-    """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
+    """Domains that were left out since the baseline cannot predict them, with the bits per byte that it
+    needs."""
     quality_of_given: Comparison | None = None
-    """The same on the text that was given besides the one that Scalegate brings; null where none was."""
+    """The same comparison on the user's own text; null if the user gave none."""
     alone: AloneFigures | None = None
     """Both servers measured with the other one stopped; null if they were not started here, or took turns."""
     by_layers: bool = False

@@ -26,14 +26,14 @@ class Gap:
 
 @dataclass(frozen=True)
 class LongestGaps:
-    """Of one repeat."""
+    """The longest gaps of one repeat."""
 
     __pydantic_config__ = DOCUMENTED
 
     filling: Gap
-    """During prefill: while some request had no token yet."""
+    """The longest gap during prefill, that is, while some request had no token yet."""
     decoding: Gap
-    """While every request had one."""
+    """The longest gap while every request had a token."""
 
 
 NO_GAPS = LongestGaps(Gap(0.0, 0.0), Gap(0.0, 0.0))

@@ -19,20 +19,20 @@ from .prefill_time import prefill_seconds, prefill_times
 
 PIT_BINS = 20
 GAPS_KEPT = 3
-"""Of a block: a burst of somebody else's work may give several at once, and must not count as many."""
+"""How many gaps of a block are kept: one burst of other work on the machine may cause several gaps."""
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class PartsInUse:
-    """What prompts and decoding took by themselves, of one server under one open loop."""
+    """The times of one server under one open loop, separately for prompts and for decoding."""
 
     __pydantic_config__ = DOCUMENTED
 
     prompt_seconds: float | None
-    """In which some request had no token yet; null where none got one."""
+    """Seconds in which some request had no token yet; null if no request got one."""
     steady_itls_by_m: Mapping[int, tuple[int, float]]
-    """As `itls_by_m`, of gaps between chunks in which every open request had its first token."""
+    """The same as `itls_by_m`, but only gaps during which every open request had its first token."""
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> "PartsInUse":
@@ -53,29 +53,32 @@ class SideInUse:
     __pydantic_config__ = DOCUMENTED
 
     began: float
-    """Seconds, on a clock that all repeats of a run share."""
+    """When it began, in seconds on a clock that all repeats of a run share."""
     duration: float
     """Seconds from the first send to the last end."""
     output_tokens: int
     ttfts: tuple[float | None, ...]
-    """Seconds to the first token, by request; null where there was none."""
+    """Seconds to the first token of each request; null if it got none."""
     tpots: tuple[float | None, ...]
-    """Seconds per output token after the first, by request; null where there were too few."""
+    """Seconds per output token after the first, of each request; null if it had too few tokens."""
     itls_by_m: Mapping[int, tuple[int, float]]
-    """By how many requests were decoding: gaps between chunks of a stream, and their median in seconds."""
+    """For each number of decoding requests: the number of gaps between a stream's chunks, and their median in
+    seconds."""
     itl_p99: float | None = None
-    """Seconds between two chunks of one stream, the 99th percentile; null where there is one chunk."""
+    """The 99th percentile of the seconds between two chunks of one stream; null if each stream had one
+    chunk."""
     gaps: tuple[Gap, ...] = ()
-    """Times in which no stream moved although requests were open, the longest of them, longest first."""
+    """The longest times in which no stream moved although requests were open, longest first."""
     preemptions: int | None = None
     errors: tuple[str, ...] = ()
-    """Of each request that failed."""
+    """The error of each request that failed."""
     not_as_asked: tuple[str, ...] = ()
-    """Of each answer that is not what its request asked for, in a few words."""
+    """For each answer that is not what its request asked for, the deviation in a few words."""
     seeds_kept: tuple[bool, ...] = ()
-    """Of each sampled answer whose prompt and seed came before: whether it begins like the one before."""
+    """For each sampled answer with an earlier answer's prompt and seed: whether it begins like that
+    answer."""
     parts: PartsInUse | None = None
-    """Null but under a profile of loads."""
+    """The times of prompts and of decoding; null except under a profile of loads."""
 
     @classmethod
     def of(
@@ -113,12 +116,13 @@ class BlockInUse:
 
     requests: int
     artifact: SideInUse | None
-    """Null where the stage was broken off before its turn."""
+    """The artifact's figures; null if the stage was broken off before its turn."""
     baseline: SideInUse | None
     kinds: tuple[str, ...] = ()
-    """Of each request: `sampled chat` if both; empty in verdicts from before it was recorded."""
+    """The kind of each request, `sampled chat` if it is both; empty in older verdicts, which did not record
+    it."""
     prompt_tokens: tuple[int, ...] = ()
-    """Of each request; empty likewise."""
+    """Number of prompt tokens of each request; empty in older verdicts, which did not record it."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,13 @@ class Draws:
 
     tokens: int
     nats: float
-    """-log p of the drawn tokens, summed."""
+    """The sum of -log p of the drawn tokens."""
     surprisal: float
-    """Nats: -log p of the drawn tokens minus the entropy of their distributions, summed."""
+    """The sum, over the drawn tokens, of -log p minus the entropy of the token's distribution, in nats."""
     variance: float
-    """Of -log p under these distributions, summed: of `surprisal`, if tokens are drawn as they should be."""
+    """The sum of the variances of -log p: the variance of `surprisal` if tokens are drawn correctly."""
     bins: tuple[int, ...]
-    """Tokens by their randomized probability integral transform, in equal bins from 0 to 1."""
+    """Number of tokens by randomized probability integral transform, in equal bins from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -150,20 +154,21 @@ class AnswerInUse:
     prompt_tokens: int
     tokens: int
     m: float
-    """Requests that decoded together, itself included, as its average token saw it."""
+    """The number of requests that decoded together, including this one, mean over its tokens."""
     prompts_beside: int
-    """Other requests whose prompt was read while it decoded."""
+    """Number of other requests whose prompts were read while this one decoded."""
     off: int
-    """Tokens too far below the artifact's best logit to be explained by rounding; of a sampled answer, those
-    that were drawn although others are surely more likely."""
+    """Number of tokens too far below the artifact's best logit to be explained by rounding; in a sampled
+    answer, number of tokens that were drawn although others are surely more likely."""
     baseline_off: int
-    """The same of a greedy answer under the baseline's logits; 0 for a sampled one."""
+    """The same number for a greedy answer under the baseline's logits; 0 for a sampled one."""
     beginning: str
     """The first characters of the text."""
     draws: Draws | None = None
-    """Null for an answer that was not sampled."""
+    """The drawn tokens compared with their probabilities; null for an answer that was not sampled."""
     logprob_errors: tuple[float, float] | None = None
-    """Nats by which the told log-probabilities differ, mean and largest; null where none were asked for."""
+    """The mean and the largest error of the reported log-probabilities, in nats; null if none were
+    requested."""
     repeats_other_seed: bool | None = None
     """Whether a sampled answer equals an earlier one to the same prompt with another seed; null if there is
     none."""
@@ -177,9 +182,9 @@ class ProfileFigures:
 
     name: str
     scale: float
-    """Of the trace's lengths, 0 to 1: less than 1 where the context or the time does not hold them."""
+    """The factor applied to the trace's lengths: below 1 if the context or the time is too short for them."""
     prompt_lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each request's prompt, by block."""
+    """Number of tokens of each request's prompt, by block."""
     answer_lengths: tuple[tuple[int, ...], ...]
     blocks: tuple[BlockInUse, ...]
 
@@ -193,9 +198,9 @@ class FiguresInUse:
     blocks: tuple[BlockInUse, ...]
     answers: tuple[AnswerInUse, ...] = ()
     unknown: tuple[str, ...] = field(default=())
-    """What the artifact's server cannot be asked, in a few words each."""
+    """The kinds of requests that the artifact's server does not support, in a few words each."""
     profile: ProfileFigures | None = None
-    """Null where no profile of loads was asked for."""
+    """The figures of the profile of loads; null if the user asked for none."""
 
     @property
     def all_blocks(self) -> tuple[BlockInUse, ...]:
@@ -218,7 +223,7 @@ class DecodingStreams:
     ends: Sequence[float]
 
     def at(self, moment: float) -> int:
-        """How many decode at that moment, on the clock of the records."""
+        """The number of streams that decode at that moment, on the clock of the records."""
         return bisect_right(self.begins, moment) - bisect_left(self.ends, moment)
 
 

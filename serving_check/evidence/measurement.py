@@ -20,7 +20,7 @@ from .steady_decoding import steady_decoding
 SLOWEST = 95
 """The percentile of a repeat's requests that stands for its slowest: a single straggler does not count."""
 DIGITS = 6
-"""Latencies are kept to the microsecond."""
+"""Decimal digits of latencies in seconds: they are kept to the microsecond."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Repeat:
     __pydantic_config__ = DOCUMENTED
 
     seed: int
-    """Of its prompts."""
+    """The seed of its prompts."""
     duration: float
     """Seconds from the first send to the last completion."""
     requests: int
     output_tokens: int
-    """Of all requests together."""
+    """Number of output tokens of all requests together."""
     ttfts: tuple[float, ...]
-    """Seconds to the first token, of each request that did not fail."""
+    """Seconds to the first token of each request that did not fail."""
     tpots: tuple[float, ...]
-    """Seconds per output token after the first, of each request that has any."""
+    """Seconds per output token after the first, of each request with at least two tokens."""
     decoding_together: float
     """How many requests decoded together, as the average output token saw it."""
     waiting_max: float | None
@@ -48,30 +48,31 @@ class Repeat:
     """Largest share of the KV cache seen in use, 0 to 1."""
     preemptions: int | None
     errors: tuple[str, ...] = ()
-    """Of each request that failed."""
+    """The error of each request that failed."""
     engine: EngineWork = field(default_factory=EngineWork)
-    """What the server counted of its own work meanwhile."""
+    """The server's own counts of its work during the repeat."""
     began: float = 0.0
-    """Seconds, on a clock that all repeats of a run share."""
+    """When the repeat began, in seconds on a clock that all repeats of a run share."""
     itl_p999: float | None = None
-    """Seconds between two chunks of one stream, the 99.9th percentile; null where there is one chunk."""
+    """The 99.9th percentile of the seconds between two chunks of one stream; null if each stream had one
+    chunk."""
     itl_max: float | None = None
     streamed_share: float | None = None
-    """Of a request's time, the part after its first chunk, 0 to 1, median; null for requests of one token."""
+    """The share of a request's time after its first chunk, 0 to 1, median; null for requests of one token."""
     gaps: LongestGaps = NO_GAPS
     answers: AnswerFigures | None = None
-    """Null where they were not kept."""
+    """The figures of the answers; null if the answers were not kept."""
     steady_decoding: float | None = None
-    """Output tokens per second of M streams, outside prefill; null if hardly half of them decode together."""
+    """Output tokens per second of M streams outside prefill; null if at most half of them decode together."""
     prefill_seconds: float | None = None
-    """In which some request had no token yet; null in verdicts from before it was recorded."""
+    """Seconds in which some request had no token yet; null in older verdicts, which did not record it."""
     idle_cpu_seconds: float | None = None
-    """CPU time that the other side's server used meanwhile; null if it was not started here."""
+    """CPU time that the other side's server used during the repeat; null if it was not started here."""
     others_cpu_seconds: float | None = None
-    """CPU time that processes other than the servers and their client used meanwhile on the servers' cores;
-    null if it is not known."""
+    """CPU time that processes other than the servers and their client used during the repeat on the servers'
+    cores; null if it is not known."""
     stolen_seconds: float | None = None
-    """That a hypervisor took from these cores meanwhile."""
+    """Seconds that a hypervisor took from these cores during the repeat."""
 
     @classmethod
     def of(cls, result: WorkloadResult, tokenizer: TokenText | None = None) -> "Repeat":
@@ -201,7 +202,7 @@ def decoding_throughput(result: Repeat) -> float | None:
 
 
 def prompts_per_second(result: Repeat) -> float | None:
-    """While some request had no token yet."""
+    """Prompt tokens per second, in the times in which some request had no token yet."""
     return result.requests / result.prefill_seconds if result.prefill_seconds else None
 
 

@@ -14,9 +14,9 @@ from .measurement import MeasuredM, Repeat
 from .steady_decoding import LEAST_TOKENS
 
 LARGE = 0.3
-"""Share of the time from which on prompts are judged by themselves, and decoding has to be."""
+"""If prompts take at least this share of the time, prompts and decoding are judged separately."""
 SMALL = 0.1
-"""Share of the time below which decoding is not: whole requests then tell all that matters of them."""
+"""If prompts take less than this share of the time, decoding is not judged separately from whole requests."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def prefill_seconds(records: Sequence[RequestRecord]) -> float | None:
 
 
 def prefill_times(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
-    """When that was: from when to when, in order, without overlap."""
+    """The times in which some request had no token yet, as (begin, end), in order and without overlap."""
     waits = sorted(
         (record.start, record.start + record.ttft)
         for record in records

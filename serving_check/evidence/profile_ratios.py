@@ -12,9 +12,9 @@ from ..statistics.trimmed_mean import interval
 from .in_use import PartsInUse, ProfileFigures
 
 SHOWN_ERROR = 0.025
-"""On either side of a 95% interval."""
+"""The error probability on either side of a 95% interval."""
 LEAST_GAPS = 60
-"""Gaps between chunks that a block needs on both sides, as an M of the load as in use does."""
+"""The least number of gaps between chunks in a block on both sides, as for an M of the load as in use."""
 
 Pair = tuple[PartsInUse, PartsInUse]
 """The artifact's and the baseline's part of one block."""
@@ -25,7 +25,7 @@ class PartRatio:
     """One part of requests: the speed of the artifact over the baseline's."""
 
     logs: tuple[float, ...]
-    """Log ratio of each block that shows it."""
+    """The log ratio of each block in which the part was measured on both sides."""
 
     @property
     def ratio(self) -> float | None:
@@ -33,28 +33,29 @@ class PartRatio:
 
     @property
     def shown(self) -> tuple[float | None, float | None]:
-        """The 95% interval; None where a single block has none."""
+        """The 95% interval; None for a single block, which has none."""
         low, high = self.limits(SHOWN_ERROR)
         return (low if low > 0 else None), (high if math.isfinite(high) else None)
 
     def limits(self, error: float) -> tuple[float, float]:
-        """One-sided levels each: from 0 to infinity where there are fewer than two blocks."""
+        """The confidence limits at a one-sided level of `error` each; 0 and infinity for fewer than two
+        blocks."""
         low, high = interval(self.logs, error, error)
         return math.exp(low), math.exp(high) if math.isfinite(high) else math.inf
 
 
 @dataclass(frozen=True)
 class ProfileRatios:
-    """Both parts."""
+    """The ratios of prompts and of decoding under a profile."""
 
     prompts: PartRatio
     decoding: PartRatio
     longer: float | None
     """Time to the first token of the longer half of the prompts, artifact over baseline, median."""
     shorter: float | None
-    """The same of the shorter half."""
+    """The same for the shorter half."""
     half: int
-    """Tokens of the median prompt."""
+    """Number of tokens of the median prompt."""
 
 
 def profile_ratios(figures: ProfileFigures) -> ProfileRatios:
@@ -78,13 +79,15 @@ def _logs(pairs: Sequence[Pair], of: Callable[[Pair], float | None]) -> PartRati
 
 
 def _of_prompts(pair: Pair) -> float | None:
-    """Both read the same prompts, so the ratio of speeds is that of times."""
+    """The ratio of the speeds at which prompts are read: both sides read the same prompts, so times
+    suffice."""
     ours, theirs = (side.prompt_seconds for side in pair)
     return theirs / ours if ours and theirs else None
 
 
 def _of_decoding(pair: Pair) -> float | None:
-    """At the Ms that both had, each M by the gaps that the side with fewer had."""
+    """The ratio of decoding speeds at the Ms that both sides had. An M counts by the lesser number of
+    gaps."""
     ours, theirs = (side.steady_itls_by_m for side in pair)
     shared = {m: min(ours[m][0], theirs[m][0]) for m in ours.keys() & theirs.keys()}
     if sum(shared.values()) < LEAST_GAPS:

@@ -24,7 +24,7 @@ class Comparison:
     """95% confidence limits of the figures above and of `extra_nats_per_token`, by name; none for what is not
     finite, nor from fewer than two runs of tokens."""
     baseline_entropy: float | None = None
-    """Of the baseline's predictions, nats, mean over positions: how much is uncertain in the text."""
+    """The entropy of the baseline's predictions in nats, mean over positions: how uncertain the text is."""
 
     @property
     def extra_nats_per_token(self) -> float:

@@ -18,12 +18,13 @@ from ..workload.use_plan import Kind, PlannedRequest
 from .answer_figures import TokenText
 
 GREEDY_ANSWERS = 40
-"""Each costs a forward pass of both models."""
+"""How many greedy answers are chosen; each costs a forward pass of both models."""
 LONGEST_ANSWERS = 3
-"""Of the longest contexts, chosen before all others."""
+"""How many answers with the longest contexts are chosen before all others."""
 SAMPLED_TOKENS = 2500
-"""Drawn tokens. A temperature that is 10% too low moves their summed surprisal by 0.092 √(2,500 v) standard
-deviations, if v is the variance of a token's: 8.7 of the bundled model, 4.6 of one with v = 1."""
+"""How many sampled tokens are chosen. A temperature that is 10% too low moves their summed surprisal by
+0.092 √(2,500 v) standard deviations, if v is the variance of one token's surprisal: 8.7 for the bundled
+model, 4.6 for a model with v = 1."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,27 @@ class ServedInUse:
     temperature: float
     seed: int | None
     m: float
-    """Requests that decoded together, itself included, as its average token saw it."""
+    """The number of requests that decoded together, including this one, mean over its tokens."""
     prompts_beside: int
-    """Other requests whose prompt was read while it decoded."""
+    """Number of other requests whose prompts were read while this one decoded."""
     logprobs: tuple[float | None, ...] | None = None
-    """Nats, as the server told them; None if it was not asked."""
+    """The log-probabilities in nats, as the server reported them; None if it was not asked."""
     end_token: int | None = None
     """A token that could not be chosen: the end of sequence, where a least length was asked for."""
     repeats_other_seed: bool | None = None
-    """Whether it equals an earlier answer to the same prompt with another seed; None if there is none."""
+    """Whether the answer equals an earlier one to the same prompt with another seed; None if there is
+    none."""
 
     @property
     def context(self) -> int:
-        """Tokens at its end."""
+        """The context length at the end of the answer, in tokens."""
         return len(self.prompt) + len(self.tokens)
 
 
 def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) -> tuple[ServedInUse, ...]:
     """Some greedy answers of all kinds, then sampled ones; the same results give the same choice.
 
-    results: of the artifact's server, in the order of time
+    results: the results of the artifact's server, in the order of time
 
     Sampled answers are left out if the server reports no token ids: tokenizing the text again may give other
     tokens.
@@ -118,13 +120,15 @@ class _Streams:
         self._read = sorted(map(_prompt_read, records))
 
     def m_of(self, record: RequestRecord) -> float:
-        """Streams between their first chunk and their last, mean over the chunks of `record`."""
+        """How many streams were between their first chunk and their last, mean over the chunks of
+        `record`."""
         return fmean(
             bisect_right(self._firsts, now) - bisect_left(self._lasts, now) for now in record.arrivals
         )
 
     def prompts_beside(self, record: RequestRecord) -> int:
-        """Requests sent before its last chunk whose own first chunk came after its first."""
+        """How many requests were sent before the record's last chunk and got their first chunk after its
+        first."""
         first, last = record.arrivals[0], record.arrivals[-1]
         return bisect_left(self._sent, last) - bisect_right(self._read, first)
 

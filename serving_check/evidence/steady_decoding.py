@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..workload import RequestRecord, WorkloadResult
 
 LEAST_TOKENS = 8
-"""For each of M requests, in the parts of a repeat that count: fewer say little."""
+"""The least number of tokens for each of M requests in the parts of a repeat that count."""
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ class TaskScore:
 
     task: str
     metric: str
-    """lm-eval's name of it, such as `acc_norm`; its filter after a comma, unless that is `none`."""
+    """The metric's name in lm-eval, such as `acc_norm`; its filter after a comma, unless that is `none`."""
     value: float
     stderr: float | None
-    """Standard error; null where lm-eval gives none."""
+    """The standard error; null if lm-eval gives none."""
     baseline_value: float
     baseline_stderr: float | None
     higher_is_better: bool | None
-    """Null where lm-eval does not say."""
+    """Whether higher scores are better; null if lm-eval does not say."""
     samples: int | None
-    """Examples that it is the mean of."""
+    """Number of examples that the score is the mean of."""
     shots: int | None
-    """Examples in each prompt."""
+    """Number of examples in each prompt."""
     version: str
-    """Of the task."""
+    """The version of the task."""

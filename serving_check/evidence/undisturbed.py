@@ -17,9 +17,9 @@ class ServerCores:
     __pydantic_config__ = DOCUMENTED
 
     cores: tuple[int, ...]
-    """By number, those that they may run on."""
+    """The numbers of the cores on which the processes may run."""
     threads: int | None
-    """That compute, in the process that uses most CPU time; null if it is not known."""
+    """Number of computing threads in the process that uses the most CPU time; null if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,13 @@ class AloneFigures:
     blocks: MeasuredM
     """Blocks at one M. In each repeat the processes of the other servers were stopped."""
     cores: int
-    """That the servers may run on."""
+    """Number of cores on which the servers may run."""
     on_cpu: bool
-    """Whether they compute on these cores, rather than on GPUs."""
+    """Whether the servers compute on these cores, rather than on GPUs."""
     gpu_use: float | None = None
-    """Share of the time in which the GPUs were busy while no server had a request, 0 to 1; null if nothing
-    tells, or on a CPU."""
+    """The share of the time, 0 to 1, in which the GPUs were busy although no server had a request; null if it
+    is not known, or on a CPU."""
     artifact_cores: ServerCores | None = None
-    """Null if they are not known, or in verdicts from before they were recorded."""
+    """The cores of the artifact's server; null if they are not known, or in older verdicts, which did not
+    record them."""
     baseline_cores: ServerCores | None = None

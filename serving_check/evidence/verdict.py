@@ -39,14 +39,14 @@ class CheckResult:
     bound: str
     """The bound, in the same terms."""
     reason: str
-    """Why, in terms the reader can act on: for a failed check the cause, and what would have passed."""
+    """The reason, in words that help the reader: for a failed check, the cause and what would have passed."""
     figures: dict[str, float | int | str | None] = field(default_factory=dict)
     """The numbers behind `measured`."""
 
 
 @dataclass(frozen=True)
 class ServingFigures:
-    """One side at one M, over all its measured repeats."""
+    """The figures of one side at one M, over all its measured repeats."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -55,33 +55,34 @@ class ServingFigures:
     repeats: tuple[float, ...]
     """Output tokens per second of each repeat, in the order they ran."""
     ttft_p50_ms: float | None
-    """Time to first token."""
+    """Time to the first token in milliseconds, median over requests."""
     ttft_p99_ms: float | None
     tpot_p50_ms: float | None
-    """Time per output token after the first."""
+    """Time per output token after the first in milliseconds, median over requests."""
     tpot_p99_ms: float | None
     running_mean: float | None
-    """Requests decoding together, mean over decode steps; null where the server does not say."""
+    """Number of requests that decode together, mean over decode steps; null if the server does not say."""
     waiting_max: float | None
     """Most requests seen queued."""
     kv_usage_max: float | None
     """Largest share of the KV cache seen in use, 0 to 1."""
     preemptions: int | None
-    """Requests thrown out of the KV cache and computed again."""
+    """Number of requests that lost their KV cache and were computed again."""
     requests: int
     failed_requests: int
     waiting_mean: float | None = None
-    """Requests queued, mean over engine steps; null where the server does not say."""
+    """Number of queued requests, mean over engine steps; null if the server does not say."""
     step_ms: float | None = None
-    """Time of an engine step, mean; null where the server does not say."""
+    """Mean time of an engine step in milliseconds; null if the server does not say."""
     host_ms: float | None = None
-    """Of it, time on the host: not waiting for the GPU, nor (on a CPU) in the model."""
+    """The host's part of `step_ms`: without waiting for the GPU or, on a CPU, without running the model."""
     device_idle_share: float | None = None
-    """Share of the time that the GPU had nothing to do between two launches, 0 to 1; null without a GPU."""
+    """The share of the time in which the GPU was idle between two launches, 0 to 1; null without a GPU."""
     streamed_share: float | None = None
-    """Of a request's time, the part after its first chunk, 0 to 1, median; null for requests of one token."""
+    """The share of a request's time after its first chunk, 0 to 1, median; null for requests of one token."""
     itl_p999_ms: float | None = None
-    """Time between two chunks of one stream: of each repeat the 99.9th percentile, median over repeats."""
+    """Time between two chunks of one stream in milliseconds: each repeat's 99.9th percentile, median over
+    repeats."""
     itl_max_ms: float | None = None
 
 
@@ -96,38 +97,39 @@ class RivalPoint:
     """Output throughput, artifact over rival: trimmed geometric mean over blocks."""
     ratio_low: float | None
     ratio_high: float | None
-    """Of its 95% interval."""
+    """The upper limit of its 95% interval."""
     status: Status | None
-    """`pass` where the artifact is surely faster; null at an M that has no vote."""
+    """`pass` if the artifact is surely faster; null at an M that does not count."""
     decision_low: float | None = None
     decision_high: float | None = None
-    """The limits the decision was made with."""
+    """The upper limit that the decision was made with."""
 
 
 @dataclass(frozen=True)
 class PartPoint:
-    """Decoding alone at one M, from the parts of the same repeats outside prefill; or prompts alone, from the
-    times in which some request had no token yet."""
+    """Decoding alone at one M, measured in the same repeats outside prefill; or prompts alone, measured while
+    some request had no token yet."""
 
     __pydantic_config__ = DOCUMENTED
 
     artifact: float | None
-    """Output tokens per second, or prompt tokens per second, median over repeats; null if none tells."""
+    """Output tokens per second, or prompt tokens per second, median over repeats; null if no repeat shows
+    it."""
     baseline: float | None
     ratio: float | None
-    """Artifact over baseline: trimmed geometric mean over blocks."""
+    """The ratio, artifact over baseline: trimmed geometric mean over blocks."""
     ratio_low: float | None
     ratio_high: float | None
-    """Of its 95% interval."""
+    """The upper limit of its 95% interval."""
     status: Status
     decision_low: float | None = None
     decision_high: float | None = None
-    """The limits the decision was made with."""
+    """The upper limit that the decision was made with."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Artifact over baseline at one M."""
+    """The comparison of artifact and baseline at one M."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -137,28 +139,29 @@ class CurvePoint:
     ratio: float | None
     """Output throughput, artifact over baseline: trimmed geometric mean over blocks."""
     ratio_low: float | None
-    """Lower limit of the 95% interval, as wide as correlation makes it; null where there is none."""
+    """Lower limit of the 95% interval, widened by the correlation between blocks; null if there is none."""
     ratio_high: float | None
-    """Its upper limit."""
+    """Upper limit of the 95% interval."""
     status: Status
     log_ratios: tuple[float, ...]
     """The log ratio of each block of two repeats, one of either side, in the order they ran."""
     correlation: float = 0.0
-    """Between a block and the next, at most: all limits are as wide as it makes them."""
+    """An upper limit for the correlation between a block and the next, by which all limits are widened."""
     decision_low: float | None = None
     """The lower limit that the decision was made with, corrected for repeated looks as well."""
     decision_high: float | None = None
-    """The upper one, corrected for those and for the number of Ms."""
+    """The upper limit that the decision was made with, corrected for repeated looks and the number of Ms."""
     drawn: bool = False
-    """Whether M was drawn between those given. It is sent shorter requests, and passes by its estimate."""
+    """Whether M was drawn between the given Ms. A drawn M gets shorter requests, and passes by its
+    estimate."""
     rival: RivalPoint | None = None
-    """Null where no rival was served."""
+    """The comparison with the rival; null if no rival was served."""
     steady: PartPoint | None = None
-    """Decoding by itself; null if it is not judged by itself at this M."""
+    """Decoding alone; null if it is not judged separately at this M."""
     prompts: PartPoint | None = None
-    """Prompts by themselves; null if they take too little of the time to be judged by themselves."""
+    """Prompts alone; null if they take too little of the time to be judged separately."""
     prompt_share: float | None = None
-    """Of the baseline's time, 0 to 1, the part in which some request had no token yet."""
+    """The share of the baseline's time, 0 to 1, in which some request had no token yet."""
 
     @property
     def is_slow(self) -> bool:
@@ -169,39 +172,42 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Subject:
-    """Which bytes were served."""
+    """The identity of a served checkpoint."""
 
     __pydantic_config__ = DOCUMENTED
 
     name: str
-    """Hub id or folder name."""
+    """The Hub id or the folder's name."""
     revision: str | None
-    """Hub commit, where it came from there."""
+    """The Hub commit; null if the checkpoint is not from the Hub."""
     bytes_digest: str
     """sha256 over the names and sha256s of every published file."""
     layout_plan_sha256: str | None
-    """sha256 of the layout plan's JSON; null where there is none."""
+    """sha256 of the layout plan's JSON; null if there is no plan."""
     quantization: str
     """The checkpoint's convention and format in a few words, or `none`."""
     layouts: dict[str, int]
-    """Linear layers in each layout; empty if nothing is quantized or the engine is not ours."""
+    """Number of linear layers in each layout; empty if nothing is quantized or the engine is not ours."""
     weights_sha256: str | None = None
     """sha256 over the names and sha256s of config.json and the safetensors files."""
     made_from_sha256: str | None = None
-    """The same of the checkpoint that it was made from, as its manifest records it; null for a baseline."""
+    """The same for the checkpoint that it was made from, as its manifest records it; null for a baseline."""
     manifest_sha256: str | None = None
-    """sha256 of all of `scalegate.json`, recipe included, but the verdict's digest; null without one."""
+    """sha256 of `scalegate.json`, recipe included, without the verdict's digest; null if there is no such
+    file."""
     kv_cache_dtype: str | None = None
-    """How keys and values were stored while it served; null where the engine is not ours."""
+    """How keys and values were stored while it served; null if the engine is not ours."""
     other_inputs: tuple[str, ...] = ()
-    """What it takes besides text, such as `images`: none of it was sent, so nothing of it was judged."""
+    """The inputs that the model takes besides text, such as `images`. None were sent, so they were not
+    judged."""
     stored_as: str | None = None
-    """What a baseline's 16-bit weights were read from, such as `FP8, one scale`; null if they lie as such."""
+    """The form from which a baseline's weights were converted to 16 bits, such as `FP8, one scale`; else
+    null."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where it was measured."""
+    """The machine and the software of the measurement."""
 
     __pydantic_config__ = DOCUMENTED
 
@@ -213,10 +219,10 @@ class Environment:
     platform: str
     cpu_count: int
     engine_options: dict[str, OptionValue] | None = None
-    """What the artifact's server was started with, defaults spelled out; null in it leaves the choice to the
-    engine, null for all of it stands for a server that was running already."""
+    """The options of the artifact's server, defaults included. A null value leaves the choice to the engine;
+    null instead of all options stands for a server that was running already."""
     baseline_engine_options: dict[str, OptionValue] | None = None
-    """The same of the baseline's."""
+    """The options of the baseline's server."""
 
 
 @dataclass(frozen=True)
@@ -226,45 +232,46 @@ class Verdict:
     __pydantic_config__ = DOCUMENTED
 
     status: Status
-    """`pass` only where every check passed; `fail` where any failed."""
+    """`pass` only if every check passed; `fail` if any failed."""
     artifact: Subject
     baseline: Subject
     checks: tuple[CheckResult, ...]
     curve: tuple[CurvePoint, ...]
     evidence: Evidence
-    """The raw figures that checks and curve were made from, and are made from again when this is read."""
+    """The raw figures from which the checks and the curve are made, and made again when the verdict is
+    read."""
     environment: Environment
     workload: WorkloadSettings
     bounds: Bounds
     quality_tokens: int
-    """Held-out tokens that quality was measured on."""
+    """Number of held-out tokens on which quality was measured."""
     quality_text_sha256: str
     """sha256 of the held-out text file that Scalegate brings."""
     quality_text: str | None
-    """The name of the file that was given besides; null where none was."""
+    """The name of the user's own text file; null if there was none."""
     quality_tokens_asked: int
-    """The most tokens of either text that were asked for."""
+    """The most tokens of either text that the user asked for."""
     declared: Mapping[str, float]
     """The bounds and the settings of the release policy that the artifact's recipe sets."""
     exploratory: tuple[str, ...]
-    """In what this run is weaker than the release policy; such a verdict is not published."""
+    """The settings in which this run is weaker than the release policy; such a verdict is not published."""
     report: Mapping[str, str]
     """sha256 of each file of the report, by its name in `serving_check/`."""
     command: str
-    """Run again with this."""
+    """The command that repeats this run."""
     created: str
-    """UTC, ISO 8601."""
+    """When the verdict was made, in UTC, ISO 8601."""
     duration_seconds: float
     seconds_by_part: dict[str, float] = field(default_factory=dict)
-    """What each part of it took; parts may run at the same time."""
+    """The seconds that each part of the run took; parts may run at the same time."""
     rival: Subject | None = None
-    """The checkpoint that the artifact had to be faster than; null where there was none."""
+    """The checkpoint that the artifact had to be faster than; null if there was none."""
     tasks: str | None = None
-    """lm-eval's tasks that both servers were asked, separated by commas; null for none."""
+    """The lm-eval tasks that both servers ran, separated by commas; null if there were none."""
     scores: tuple[TaskScore, ...] = ()
-    """Of those tasks; no check judges them."""
+    """The scores of these tasks; no check judges them."""
     given_text_sha256: str | None = None
-    """sha256 of the file that was given besides; null where none was."""
+    """sha256 of the user's own text file; null if there was none."""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -285,7 +292,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Any) -> "Verdict":
-        """Raises pydantic's ValidationError if `value` does not match the schema."""
+        """The verdict in `value`. Raises pydantic's ValidationError if `value` does not match the schema."""
         return _ADAPTER.validate_python(value)
 
     def write(self, path: Path) -> None:

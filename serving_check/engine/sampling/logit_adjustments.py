@@ -25,11 +25,11 @@ class LogitAdjustments:
     def __init__(self, device: torch.device):
         self._device = device
         self._in_prompt = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        """[rows, V]; grows to the highest row that was used."""
+        """[rows, V]: whether each token occurs in the prompt. Grows to the highest row that was used."""
         self._in_output = torch.zeros(0, 0, dtype=torch.int32, device=device)
         """[rows, V]: how often each token occurs in the output."""
         self._counted: dict[int, tuple[Sequence, int]] = {}
-        """By row: the sequence that was counted, and how many of its output tokens."""
+        """For each row, the sequence that was counted and how many of its output tokens were counted."""
 
     def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
         """logits [A, V], one row for each sequence → float32 [A, V], a copy.

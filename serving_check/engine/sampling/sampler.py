@@ -27,19 +27,19 @@ class SamplingBatch:
 
     any_sampled: bool
     greedy: Tensor
-    """bool [B]."""
+    """bool [B]: whether each row takes the most likely token."""
     temperature: Tensor
-    """float32 [B], 1 where greedy."""
+    """float32 [B]; 1 for greedy rows."""
     seed: Tensor
-    """int64 [B]."""
+    """The seed of each row, int64 [B]."""
     filtered: list[int]
-    """Rows with top_k, top_p or min_p."""
+    """The indices of rows with top_k, top_p or min_p."""
     top_k: Tensor
-    """int64 [len(filtered), 1]; 0 for all."""
+    """int64 [len(filtered), 1]; 0 allows all tokens."""
     top_p: Tensor
     """float32 [len(filtered), 1]."""
     log_min_p: Tensor
-    """float32 [len(filtered), 1]; -inf for none."""
+    """float32 [len(filtered), 1]; -inf if the row has no min_p."""
     max_top_k: int
     any_top_p: bool
 
@@ -137,7 +137,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's own is arithmetic."""
+    """Shift `value` right by `bits`, filling with zeros: torch's own shift keeps the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -151,7 +151,7 @@ def _log_softmax(logits: Tensor, one_by_one: bool) -> Tensor:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, sequences: Rows[Sequence], one_by_one: bool = False
 ) -> dict[int, TokenLogprobs]:
-    """Logprobs by row, for requests that ask for them: of the model's own logits, before any adjustment."""
+    """Logprobs by row, for requests that ask for them, from the model's logits before any adjustment."""
     wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     if not wanted:
         return {}
