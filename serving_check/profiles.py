@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..base.registry import Registry
 
 STEPS = 1000
-"""Parts of a distribution over which its mean is taken."""
+"""Number of parts into which a distribution is divided to compute its mean."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Lengths:
     """
 
     quantiles: tuple[tuple[float, int], ...]
-    """Shares of the requests, ascending from 0 to 1, and the tokens that so many have at most."""
+    """Quantiles: a share of the requests, ascending from 0 to 1, and the most tokens that this share has."""
 
     def at(self, share: float) -> float:
         """The length that this share of the requests has at most."""

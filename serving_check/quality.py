@@ -19,11 +19,11 @@ from .evidence.quality_figures import Comparison
 BFLOAT16_ROUNDING = 2.0**-8
 """Largest relative error of a number rounded to bfloat16."""
 LOGIT_ROWS = 512
-"""Rows of logits [rows, vocab] turned to fp32 at once: bounds memory on a large vocabulary."""
+"""How many rows of logits [rows, vocab] are converted to fp32 at once, which bounds memory."""
 RUN = 256
-"""Consecutive tokens of a window that are drawn together where figures get intervals. Neighbours' divergences
-go up and down together: on trained checkpoints the standard error of a mean grows to 2.8 times that of
-independent tokens, and no further from runs of this length on."""
+"""How many consecutive tokens of a window are resampled together for confidence intervals. Neighbours'
+divergences go up and down together: on trained checkpoints the standard error of a mean grows to 2.8 times
+that of independent tokens, and no further from runs of this length on."""
 RESAMPLES = 400
 TAIL = 0.05
 """The share of tokens, furthest first, that resampled percentiles are looked up in."""
@@ -100,9 +100,9 @@ def compare(
 ) -> Comparison:
     """Both models on the same windows, with the exact KL divergence at every scored position.
 
-    second_half: score that half of each window only; a model over stored keys and values decodes it, a token
-                 at a time, over those of the first half
-    batch:       windows of one length that are looked at together
+    second_half: score only the second half of each window. A model over stored keys and values decodes it, a
+    token at a time, over the keys and values of the first half
+    batch:       number of windows of one length that are computed together
     """
     return comparison_of(
         run
@@ -122,7 +122,7 @@ def compare_domains(
 ) -> tuple[Comparison, dict[str, Comparison]]:
     """Like `compare`, over all windows and over each domain's alone.
 
-    domains: of each window
+    domains: the domain of each window
     """
     runs: dict[str, list[Tensor]] = {domain: [] for domain in domains}
     for domain, found in runs.items():
@@ -167,7 +167,7 @@ def token_figures(
 
 
 def comparison_of(runs: Iterable[Tensor]) -> Comparison:
-    """The figures of all tokens, summarized."""
+    """The comparison that summarizes the figures of all tokens."""
     runs = list(runs)
     _require_tokens(sum(len(run) for run in runs))
     return _comparison(runs)
@@ -180,7 +180,7 @@ def _groups(windows: Sequence[Tensor], batch: int) -> Iterator[Tensor]:
 
 
 def _comparison(runs: Sequence[Tensor]) -> Comparison:
-    """runs: fp64 [tokens, 5] each, as `token_figures` gives them"""
+    """The comparison from runs of tokens. runs: fp64 [tokens, 5] each, as `token_figures` gives them"""
     tokens = torch.cat(list(runs))
     kl = tokens[:, 0].sort().values
     mean_kl, nats, baseline_nats, agreement, entropy = tokens.mean(0).tolist()
@@ -265,7 +265,7 @@ def below_best(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Nats of each token in its row, logits fp32 [tokens, V]."""
+    """The log-probability of each token in nats, from its row of logits, fp32 [tokens, V]."""
     return (-_nll(logits.log_softmax(-1), torch.tensor(tokens))).tolist()
 
 

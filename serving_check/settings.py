@@ -19,19 +19,19 @@ from .statistics.ms_between import draw_between
 DOCUMENTED = ConfigDict(use_attribute_docstrings=True, extra="forbid")
 """For dataclasses that are written as JSON: attribute docstrings become the schema's descriptions."""
 QUALITY_TOKENS = 8192
-"""Of held-out text, unless told otherwise."""
+"""The default number of held-out tokens on which quality is measured."""
 LARGEST_BOUND = 1e6
-"""What is not below it, infinity and NaN among it, would be no bound at all."""
+"""Every bound must be below this number: a larger one, or infinity or NaN, would have no effect."""
 
 
 MS, MS_OF_LONG_PROMPTS = (1, 2, 4, 8, 16, 32), (1, 8, 32)
 LONG_PROMPT = 1024
-"""Prompt tokens beyond which fewer Ms are measured: prefill then takes most of a verdict's time."""
+"""If prompts have more tokens than this, fewer Ms are measured, since prefill takes most of the time."""
 SHORTER = 4
-"""Tokens of a request at a given M for each token of one at a drawn M, prompt and answer alike: the work is
-of the same mixture, and all drawn Ms together cost about as much as one more given M."""
+"""Requests at drawn Ms have this many times fewer tokens than at given Ms, in prompt and answer alike. All
+drawn Ms together then cost about as much as one more given M."""
 LEAST_SHORT = 16
-"""Output tokens that a request at a drawn M has at least, if one at a given M has them."""
+"""The least number of output tokens of a request at a drawn M, if requests at given Ms have as many."""
 
 
 def default_ms(input_len: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class WorkloadSettings:
 
     @property
     def measured_ms(self) -> tuple[int, ...]:
-        """Given and drawn, ascending."""
+        """The given and the drawn Ms, ascending."""
         return tuple(sorted({*self.ms, *self.ms_between}))
 
     def at(self, m: int) -> "WorkloadSettings":
@@ -135,7 +135,8 @@ class Bounds:
     max_mean_kl: float = 0.1
     """Most nats by which the next-token distribution may differ from the baseline's, on average."""
     max_p999_kl: float = 2.5
-    """Most nats at the 99.9th percentile over held-out tokens: what a few tokens in a thousand may suffer."""
+    """Most nats at the 99.9th percentile over held-out tokens: the largest divergence of nearly every
+    token."""
     max_max_kl: float = 8.0
     """Most nats at any one held-out token."""
     max_extra_nats: float = 0.08
@@ -143,7 +144,8 @@ class Bounds:
     min_top1_agreement: float = 0.85
     """Least share of positions at which both put the same token first."""
     max_canary_extra_nats: float = 0.5
-    """Most nats per token by which served greedy text may be less likely to the baseline than its own."""
+    """Most nats per token by which the artifact's greedy text may be less likely to the baseline than the
+    baseline's own greedy text."""
     max_tpot_ratio: float = 1.5
     """Most time per output token of the slowest requests, artifact over baseline, at every M."""
     max_ttft_ratio: float = 2.0
@@ -151,15 +153,16 @@ class Bounds:
     max_itl_ratio: float = 3.0
     """Most time between two chunks at a repeat's 99.9th percentile, artifact over baseline, at every M."""
     max_speedup: float = 3.0
-    """Most throughput ratio, times the ratio of the weights' bytes: what is faster was not computed."""
+    """Largest throughput ratio times the ratio of the weights' bytes: faster answers cannot have been
+    computed."""
     max_foreign_tokens: float = 0.02
     """Largest share of served greedy tokens that the artifact's own logits do not put first."""
     max_foreign_text: float = 0.125
-    """The same of any one text."""
+    """The same share in any single text."""
     max_duplicates: float = 0.1
-    """Largest share of answers under load that equal another one, beyond the baseline's."""
+    """Largest share of answers under load that equal another answer, beyond the baseline's share."""
     max_one_token: float = 0.05
-    """Largest share of answers under load that are one token again and again, beyond the baseline's."""
+    """Largest share of answers under load that repeat a single token, beyond the baseline's share."""
     min_variety: float = 0.5
     """Least share of an answer's tokens that are distinct, artifact over baseline."""
     max_first_rival_m: float = option(
@@ -170,7 +173,7 @@ class Bounds:
         unless_given="the recipe's, or 4",
     )
     min_reached: float = 0.75
-    """Least number of requests decoding together, as the average output token saw it, as a share of M."""
+    """Least number of requests that decode together, mean over output tokens, as a share of M."""
 
     def __post_init__(self) -> None:
         # What is not a number is above no bound and below none: every check would hold.

@@ -17,11 +17,12 @@ from ..statistics.decide import block_order
 from .interleaving import SEEDS_PER_M, Servers, workload_spec
 
 FIRST_SEED = 3 * SEEDS_PER_M // 4
-"""Of the prompts' seeds at an M: those of blocks are far below, those of warm-ups above."""
+"""The first seed of these prompts at an M: the seeds of blocks are far below it, the seeds of warm-ups
+above."""
 BLOCKS = 3
-"""The fewest with which a slowdown of a third is surely seen where repeats scatter by 4%."""
+"""The least number of blocks that surely shows a slowdown of a third if repeats scatter by 4%."""
 IDLE_S = 1.2
-"""After which the driver's last sampling period has no request in it."""
+"""Seconds after which the driver's last sampling period contains no request."""
 
 
 def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
@@ -73,7 +74,7 @@ def usable_cores() -> int:
 
 
 def _stop(other: Endpoint, stopped: contextlib.ExitStack) -> bool:
-    """Until `stopped` closes; false if its processes are not known."""
+    """Stop the other server until `stopped` closes; false if its processes are not known."""
     processes = other.processes()
     stopped.enter_context(paused(processes))
     return bool(processes)

@@ -25,35 +25,39 @@ PATIENCE_S = 3.0
 """Seconds that a server may take to end what clients have left, and to say so in `/metrics`."""
 POLL_S = 0.05
 SETTLES_S = 0.2
-"""In which a server counts requests that came just now: ours tells its counters every 0.05 s."""
+"""Seconds until a server's counters include the latest requests: ours updates them every 0.05 s."""
 PARTS = 8
-"""Of the burst: enough to tell a step from noise, and a leak from a heap that fills once."""
+"""Number of parts of a burst: enough to tell a step from noise, and a leak from a heap that fills once."""
 CONFIRMING_PARTS = 4
-"""Further parts after what looks like a step: one that the machine made would not last."""
+"""Number of further parts after what looks like a step: a step caused by the machine would not last."""
 PART_S = 2.0
-"""Seconds that a part of the burst takes at most, if the server does not become slower."""
+"""The most seconds that a part of the burst takes, if the server does not become slower."""
 MOST_IN_A_PART = 400
-"""Requests. With 8 parts, more than 3,000 in all where a server answers 200 a second."""
+"""The most requests in a part. In 8 parts this is more than 3,000 if a server answers 200 a second."""
 FIRST_REQUESTS = 200
-"""Before the burst's parts: they tell the rate, and fill pools that later requests reuse."""
+"""Number of requests before the burst's parts: they show the rate, and fill pools that later requests
+reuse."""
 SEEN_REQUESTS = 3000
-"""Before the last parts of a burst. If the first ones have fewer, others come between, many in each HTTP
-request: a server takes these several times as fast."""
+"""Number of requests before the last parts of a burst. If the first parts have fewer, further requests are
+sent between the parts, many in each HTTP request, which a server handles several times as fast."""
 PROMPTS_EACH = 32
 BETWEEN_S = 8.0
-"""Seconds that these take, at most."""
+"""The most seconds for the requests that are sent between the parts."""
 FIRST_S = 0.75
-"""Seconds that these take; twice as long at most."""
+"""The planned seconds for the first requests, which may take twice as long."""
 BASELINE_SHARE = 0.15
-"""Of the artifact's part, the baseline's: it is sent only to see whether the machine becomes slower."""
+"""The baseline's requests in a part, as a share of the artifact's: they only show whether the machine
+slows."""
 LEAST_LAST, MOST_LAST = LOOKS[0], 3 * LOOKS[0]
-"""Repeats of each side at the end: more than the least only while `drift` is inconclusive."""
+"""The least and the most repeats of each side at the end: more than the least only if `drift` is
+inconclusive."""
 LAST_S = 12.0
 """Seconds after which no further repeat is sent at the end, once there are two."""
 FIRST_SEED = SEEDS_PER_M * 3 // 4
-"""Blocks' seeds begin at 0, those of blocks on both servers at once in the middle, warm-ups' at the end."""
+"""The first seed of the last repeats. The seeds of blocks begin at 0, of blocks on both servers at once in
+the middle, of warm-ups at the end."""
 LEFT_AT_END = 2
-"""Requests whose clients leave at the end. Their answers would take longer than the patience."""
+"""Number of requests whose clients leave at the end. Their answers would take longer than the patience."""
 MOST_LEFT_TOKENS = 16384
 KEPT_ERRORS = 20
 
@@ -64,14 +68,14 @@ class Sides:
 
     artifact: Endpoint
     baseline: Endpoint | None
-    """None if the servers take turns: only the artifact's is up."""
+    """The baseline's server; None if the servers take turns, when only the artifact's is running."""
     workload: WorkloadSettings
     text: Sequence[int]
     repeat: Repeats
     kinds: Collection[Kind] = (WHOLE,)
-    """Of requests that the servers take."""
+    """The kinds of requests that the servers accept."""
     context: int = 0
-    """Tokens that a request may have."""
+    """The most tokens that a request may have."""
 
 
 def look_before(endpoint: Endpoint) -> Rest:
@@ -128,9 +132,9 @@ class _Burst:
         self.baseline_parts: list[BurstPart] = []
         self.between = 0
         self.requests = 0
-        """That the artifact's server was sent."""
+        """Number of requests that the artifact's server was sent."""
         self.errors: list[str] = []
-        """Of the artifact's server."""
+        """The errors of the artifact's server."""
 
     def send(self) -> None:
         artifact, baseline = self._sides.artifact, self._sides.baseline
@@ -147,7 +151,7 @@ class _Burst:
                 self.baseline_parts.append(self._part(baseline, baseline_size, baseline_s))
 
     def _send_between(self, requests: int) -> None:
-        """None if a server accepts only one prompt per request."""
+        """Send requests with many prompts each; None if a server accepts only one prompt per request."""
         artifact, text = self._sides.artifact, self._sides.text
         if requests < PROMPTS_EACH:
             return
@@ -165,7 +169,7 @@ class _Burst:
         return sent < PARTS or confirms
 
     def _rate(self, endpoint: Endpoint) -> float:
-        """Requests a second, by the first ones."""
+        """The server's requests per second, measured with the first requests of a burst."""
         first = self._part(endpoint, FIRST_REQUESTS, FIRST_S)
         return max(first.requests, 1) / max(first.seconds, 1e-9)
 

@@ -43,9 +43,9 @@ TOGETHER_S = 90.0
 PATIENCE_S = 25.0
 """Seconds without another stall after which serving both at once ends."""
 SHORT_PATIENCE_S = 12.0
-"""The same while the artifact has stalled once more than the baseline, which chance does most often.
+"""The same if the artifact has stalled once more than the baseline, most often by chance.
 
-A server that stalls every 10 s does so again within it. Simulated with Poisson stalls and 22 s served
+Within this time, a server that stalls every 10 s stalls again. Simulated with Poisson stalls and 22 s served
 before, 8 s find 62% of servers that stall once in 10 s and 97% of those that stall once in 5 s; 25 s find 68%
 and 98%.
 """
@@ -61,7 +61,7 @@ class RunFigures:
     baseline_canary: list[Continuation]
     measured: list[MeasuredM]
     capacity: int | None
-    """Tokens that the artifact's KV cache holds; None if its server does not say."""
+    """How many tokens the artifact's KV cache holds; None if its server does not say."""
     limit: int | None = None
     """The most requests that the artifact's server runs together; None if it does not say."""
     compiled: tuple[Compilations | None, Compilations | None] = (None, None)
@@ -69,20 +69,20 @@ class RunFigures:
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """The layers packed by the artifact's server, and by the baseline's."""
     packed_on: tuple[str | None, str | None] = (None, None)
-    """The device models that they packed for; None if a server does not say."""
+    """The device models for which the servers packed their layers; None if a server does not say."""
     texts: list[ServedText] = field(default_factory=list)
     """Answers of the artifact's server under load, to be scored."""
     repeated: RepeatedPrompts | None = None
     together: MeasuredM | None = None
     """Blocks served on both servers at once; None if stalls left no doubt."""
     company: CompanyFigures | None = None
-    """Of the artifact's server; None if it does not claim batch invariance."""
+    """Answers alone and in a batch; None if the artifact's server does not claim batch invariance."""
     alone: AloneFigures | None = None
-    """Each server measured while the other one was stopped; None if that was not possible, or not wanted."""
+    """Each server measured while the other one was stopped; None if it was not measured."""
     in_use: ServedLoad | None = None
-    """None if no load as in use was sent."""
+    """The figures of the load as in use; None if no such load was sent."""
     at_rest: AtRestFigures | None = None
-    """None likewise."""
+    """The figures of the servers at rest; None if no load as in use was sent."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class GateRun:
     watched_s: float = WATCHED_S
     """The least time, in seconds, that the artifact serves, so that its stalls show."""
     source: RequestSource | None = None
-    """Of the requests of a load as in use; None sends none."""
+    """Where the requests of a load as in use come from; None sends no such load."""
     gpus: tuple[int, ...] = ()
-    """Those that the servers run on; empty on a CPU."""
+    """The GPUs that the servers run on; empty on a CPU."""
 
 
 def serve_and_measure(
@@ -174,7 +174,7 @@ def _profile(
     load: LoadInUse,
     in_use: ServedLoad,
 ) -> LoadInUse | None:
-    """The load of the profile that was asked for, if one was; none once a request has failed."""
+    """The load of the requested profile; None if no profile was requested, or if a request has failed."""
     blocks = in_use.figures.blocks
     if any(side.errors for block in blocks for side in (block.artifact, block.baseline) if side):
         return None
@@ -204,7 +204,7 @@ def _canary_texts(
 ) -> tuple[list[Continuation], list[Continuation]]:
     """The texts of the artifact's server and of the baseline's, which goes first: its time sets the deadline.
 
-    said: the artifact's metrics before UserError if its server counts the baseline's tokens.
+    said: the artifact's metrics before. UserError if its server counts the baseline's tokens.
     """
     prompts = canary_prompts(run.text)
     started = time.perf_counter()

@@ -32,27 +32,28 @@ from .interleaving import SEEDS_PER_RUN
 from .repeats import deadline_from
 
 BLOCKS = 3
-"""On either side: two would give a throughput ratio no limits that can fail."""
+"""Number of blocks on either side: with two, no throughput ratio could fail."""
 LEAST_SECONDS = 2.0
-"""In which the requests of a block come."""
+"""The least number of seconds over which the requests of a block arrive."""
 FIRST_LOAD = 0.5
-"""Of what one request at a time can take, at a block's beginning."""
+"""The load at a block's beginning, as a share of what a server handles with one request at a time."""
 LAST_LOAD = 1.3
-"""Of what the largest M can take, at its end: M grows beyond it."""
+"""The load at a block's end, as a share of what a server handles at the largest M: M grows beyond it."""
 REQUESTS_PER_M = 1.5
-"""Requests of a block for each of the largest M, so that so many are open together at its end."""
+"""Requests in a block as a multiple of the largest M, so that this M is exceeded at the block's end."""
 PROMPTS_SHARE = 0.4
-"""Of a block's time, spent on prompts at most."""
+"""The largest share of a block's time that is spent on prompts."""
 LONGEST_USUAL = 1024
-"""Tokens of all other prompts, at most: a few longer ones would take most of a block."""
+"""The most tokens of all other prompts: a few longer ones would take most of a block."""
 LONG_PROMPT_S = 1.0
-"""Besides, on the longest prompt of the first block, by the speed at which shorter ones are read."""
+"""Seconds for the longest prompt of the first block, estimated from the speed of shorter prompts."""
 FIRST_DEADLINE_S = 600.0
-"""Until the baseline's slowest request is known."""
+"""The deadline of a request, in seconds, until the baseline's slowest request is known."""
 SEED_OF_BLOCKS = 700_000
-"""Of the first block, after the workload's own: prompts differ from those of the repeats."""
+"""The first block's seed, added to the workload's own, so that its prompts differ from the repeats'
+prompts."""
 PROFILE_BLOCKS = 4
-"""Of a profile, on either side: limits of four have three degrees of freedom."""
+"""Number of a profile's blocks on either side: confidence limits from four have three degrees of freedom."""
 PROFILE_SHARE = 0.12
 """Share of the time until then, in which all requests of a profile come: both servers take four times as long
 to answer them on two cores, so a verdict takes half as long again with a profile."""
@@ -65,7 +66,7 @@ class ServedLoad:
 
     figures: FiguresInUse
     answers: tuple[ServedInUse, ...]
-    """Of the artifact's server, those that are to be scored."""
+    """The answers of the artifact's server that are to be scored."""
 
     @property
     def requests(self) -> int:
@@ -79,10 +80,10 @@ class LoadInUse:
 
     blocks: tuple[tuple[PlannedRequest, ...], ...]
     unknown: tuple[str, ...]
-    """What the servers cannot be asked, in a few words each."""
+    """The kinds of requests that the servers do not support, in a few words each."""
     tokenizer: TokenText
     profile: "PlannedProfile | None" = None
-    """Where these are the blocks of a profile."""
+    """The profile, if these are the blocks of a profile; else None."""
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -179,7 +180,7 @@ class RequestSource:
     """The sources of requests besides the text, if a load as in use is sent."""
 
     context: int
-    """Tokens that a request may have on both servers."""
+    """The most tokens of a request that both servers accept."""
     end_token: int | None
     conversations: Conversations | None
 
@@ -195,8 +196,9 @@ def plan_load(
 ) -> LoadInUse:
     """Blocks of requests that come as fast as the baseline's repeats say.
 
-    servers: the running ones, which are asked what kinds they accept text: token ids that prompts are cut
-    from canary: the artifact's greedy texts, from which stop strings are taken
+    servers: the running servers, which are asked what kinds of requests they accept
+    text: token ids that prompts are cut from
+    canary: the artifact's greedy texts, from which stop strings are taken
     """
     has_template = source.conversations is not None
     taken = [kinds_taken(side, source.end_token, has_template) for side in servers]
@@ -250,7 +252,7 @@ def plan_profile_load(
     """Blocks of the profile that the workload asks for; None where it asks for none.
 
     shown: what the baseline's server showed of the load `in_use`, whose longest prompts say how fast it reads
-    elapsed: seconds that the run has taken so far, of which a profile takes a share
+    elapsed: seconds that the run has taken so far; a profile takes a share of this
     """
     if workload.profile is None:
         return None

@@ -27,7 +27,7 @@ from ..statistics.decide import (
 from ..workload import WorkloadSpec
 
 WARMUP_PART = 4
-"""Output tokens of a measured repeat for each output token of a warm-up."""
+"""A warm-up has this many times fewer output tokens than a measured repeat."""
 SEEDS_PER_M = 1000
 SEEDS_PER_RUN = 1_000_000
 
@@ -164,7 +164,7 @@ class Rival:
 
     endpoint: Endpoint
     from_m: float
-    """It must be faster at every M from this one on; below, the ratio is only shown."""
+    """The artifact must be faster at every M from this one on; at smaller Ms the ratio is only shown."""
 
 
 @dataclass(frozen=True)

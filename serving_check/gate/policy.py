@@ -27,15 +27,15 @@ class ReleasePolicy:
     most_m_step: int = STEP
     """Each M is at most this many times the one before it, given and drawn Ms together."""
     least_input_len: int = 64
-    """Prompt tokens a request."""
+    """The least number of prompt tokens per request."""
     least_output_len: int = 64
-    """Output tokens a request."""
+    """The least number of output tokens per request."""
     least_blocks: int = 6
-    """Blocks of two repeats that were measured at every M."""
+    """The least number of blocks, of two repeats each, that were measured at every M."""
     least_warmups: int = 1
-    """Unmeasured repeats of each side at each M."""
+    """The least number of unmeasured repeats of each side at each M."""
     least_quality_tokens: int = 4096
-    """Held-out tokens that quality was measured on."""
+    """The least number of held-out tokens on which quality was measured."""
 
 
 POLICY = ReleasePolicy()

@@ -22,7 +22,7 @@ from .judge import Judgement, judge
 from .policy import weaker
 
 TOLERANCE = 1e-6
-"""Relative, of a recomputed figure: `exp` may round differently on another machine."""
+"""The relative tolerance of a recomputed figure: `exp` may round differently on another machine."""
 WORDS = ("measured", "bound", "reason")
 
 
@@ -108,7 +108,7 @@ def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
 
 
 def _of_the_settings(verdict: Verdict) -> list[str]:
-    """Repeats that are not the ones that the workload asks for."""
+    """Contradictions between the repeats and the workload's settings."""
     problems = []
     measured, workload = verdict.evidence.measured, verdict.workload
     if tuple(level.m for level in measured) != workload.measured_ms:
@@ -132,7 +132,7 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
 
 
 def _of_the_claim(verdict: Verdict) -> list[str]:
-    """A claim of batch invariance that its own figures do not support."""
+    """Contradictions between the claimed batch invariance and its figures."""
     claim, company = claimed_by(verdict), verdict.evidence.company
     proved = TUNED if company is None else company.claim
     if proved == claim:

@@ -18,16 +18,18 @@ from ..workload import WorkloadResult, WorkloadSpec
 Runner = Callable[[Endpoint, WorkloadSpec], WorkloadResult]
 
 DEADLINE_FACTOR = 20.0
-"""Times the baseline's slowest request: long enough for the throughput check to fail a tenfold slowdown."""
+"""A deadline as a multiple of the baseline's slowest request: the throughput check must see a tenfold
+slowdown."""
 DEADLINE_S = 5.0
-"""Seconds added to that."""
+"""Seconds added to this multiple."""
 TEXTS_AT_LARGEST_M = 12
 TEXTS_AT_OTHER_MS = 1
-"""Answers that are scored: each costs a forward pass on both models."""
+"""How many answers are scored at Ms other than the largest: each costs a forward pass on both models."""
 LOOKED_FOR_EVERY_S = 2.0
-"""Finding a server's processes takes some 7 ms, which every repeat would wait for."""
+"""Seconds between two searches for a server's processes: a search takes some 7 ms, and repeats wait for
+it."""
 MOST_KEPT = 4 * TEXTS_AT_LARGEST_M
-"""Answers of one M that are kept until some are chosen for scoring: prompts can be long."""
+"""How many answers of one M are kept until some are chosen for scoring: prompts can be long."""
 
 
 class Repeats:
@@ -44,12 +46,12 @@ class Repeats:
         self.baseline = baseline
         self._tokenizer = tokenizer
         self._slowest: dict[int, float] = {}
-        """By M, of the baseline's slowest request so far: its seconds over its output tokens."""
+        """For each M, the seconds per output token of the baseline's slowest request so far."""
         self._texts: dict[int, list[ServedText]] = {}
         self._processes: dict[str, Sequence[int]] = {}
-        """By a server's address."""
+        """The ids of a server's processes, by the server's address."""
         self._own: Sequence[int] = []
-        """The driver's processes, and the servers'."""
+        """The ids of the driver's and the servers' processes."""
         self._looked_for = -math.inf
 
     def __call__(self, endpoint: Endpoint, spec: WorkloadSpec) -> Repeat:
@@ -115,7 +117,7 @@ class Repeats:
 
 
 def _between(before: CoresTime | None, after: CoresTime | None) -> tuple[float | None, float | None]:
-    """Busy and stolen seconds; None if they are not known."""
+    """The busy and the stolen seconds between two readings; None if they are not known."""
     if before is None or after is None:
         return None, None
     passed = after.since(before)

@@ -44,7 +44,7 @@ def require_groups(workload: WorkloadSettings) -> None:
 def announce(seconds: float, groups: SequentialTest, clock: StageClock) -> None:
     """Print how long the turns will take; a warning with ways to shorten them, if that is long.
 
-    seconds: that the first group took
+    seconds: how long the first group took
     """
     first, last = seconds * groups.looks[0], seconds * groups.max_blocks
     clock.say(
@@ -64,7 +64,7 @@ def announce(seconds: float, groups: SequentialTest, clock: StageClock) -> None:
 
 @dataclass
 class Turns:
-    """The sides, and the requests for them."""
+    """The servers that take turns, and the requests for them."""
 
     servers: TakingTurns
     sides: Sequence[str]
@@ -75,7 +75,7 @@ class Turns:
     floor: float
     rival_from_m: float = 0.0
     when_first_up: Callable[[str, Endpoint], None] = lambda side, endpoint: None
-    """Called once for each side, when its server is first up."""
+    """Called once for each side, when its server has started for the first time."""
     compiled: Compilations | None = None
     """What the artifact's server compiled in its turns, after its warm-up; None if it does not count."""
     _met: set[str] = field(default_factory=set, init=False)

@@ -17,9 +17,9 @@ from .limits import MIB, ServerLimits
 DRAIN_SECONDS = 2.0
 """How long a refused body is still read and dropped, so that its sender gets to see the refusal."""
 KEYED = ("/v1", "/tokenize", "/detokenize")
-"""Paths that ask for the key wherever there is one."""
+"""The paths that require the API key, if the server has one."""
 BODIES_AT_ONCE = 32
-"""Largest bodies whose bytes may be on their way at a time, over all connections."""
+"""How many bodies of the largest size may arrive at a time, over all connections."""
 
 
 class Admission:
@@ -30,7 +30,7 @@ class Admission:
         self.limits = limits
         self.api_key = None if api_key is None else api_key.encode()
         self._arriving = 0
-        """Bytes of bodies that are being read."""
+        """Number of bytes of the bodies that are being read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +75,7 @@ class Admission:
         )
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None if the client left before its end."""
+        """The request's body; None if the client left before its end."""
         chunks: list[bytes] = []
         size = 0
         try:
@@ -120,7 +120,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, drain: bool, receive: Receive, send: Send) -> None:
-    """Answer and close. A client that sends on may finish first: a reset could overtake the answer."""
+    """Answer with the error and close. A client may finish sending first: a reset could overtake the
+    answer."""
     response = error.response()
     start: dict[str, Any] = {"type": "http.response.start", "status": error.status}
     await send({**start, "headers": [*response.raw_headers, (b"connection", b"close")]})

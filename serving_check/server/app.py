@@ -50,7 +50,8 @@ from .text_workers import TextWorkers
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499
 SHORT_TEXT = 8192
-"""Characters in all that are tokenized at once: a few milliseconds, less than a worker's turn may take."""
+"""The most characters that are tokenized in this process: a few milliseconds, less than waiting for a
+worker."""
 
 
 def create_app(
@@ -63,7 +64,7 @@ def create_app(
 ) -> FastAPI:
     """The application; `engine` must be ready, and is listened to from the moment the application starts.
 
-    workers: for the tokenizer's work; None if there is no tokenizer
+    workers: processes for the tokenizer's work; None if there is no tokenizer
     """
 
     @asynccontextmanager
@@ -236,7 +237,7 @@ async def answer(
     api: Api,
     headers: dict[str, str],
 ) -> Response:
-    """Stream or collect, whichever was asked for."""
+    """The answer to a request, streamed or whole, as the request asks."""
     if not body.stream:
         response = await unless_disconnected(request, collect(generation, api))
         response.headers.update(headers)

@@ -19,7 +19,7 @@ REASONS = {
 }
 MOST_HEADER_BYTES = 1 << 16
 SPARE_FILES = 256
-"""Descriptors for all that is no connection."""
+"""Number of file descriptors for everything other than connections."""
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -31,7 +31,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._headers_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
         self._header_bytes = 0
-        """Of a request whose headers are not all there."""
+        """Number of header bytes received of a request whose headers are incomplete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -70,7 +70,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().resume_writing()
 
     def _client_reads_again(self) -> None:
-        """The client reads again, or is gone."""
+        """Called when the client reads again or has gone."""
         if self._reading_due is not None:
             self._reading_due.cancel()
             self._reading_due = None
@@ -81,8 +81,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._headers_due = None
 
     def _headers_are_late(self) -> None:
-        """Unless they lie here unread: after a server has stood still, its timers may run before it looks at
-        its sockets, which it does before the next timers."""
+        """Refuse a request whose headers are late, unless they have arrived unread. After a server has stood
+        still, its timers may run before it reads its sockets, which it does before the next timers."""
         self._headers_due = self.loop.call_later(0, self._close_for_headers)
 
     def _close_for_headers(self) -> None:
@@ -95,7 +95,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._refuse(ApiError(message, status=408, code="request_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Done below HTTP's state machine, which is in the middle of a request."""
+        """Refuse the request with bytes of our own, since HTTP's state machine is in the middle of a
+        request."""
         body = bytes(error.response().body)
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, REASONS[error.status])
         head += b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)

@@ -53,9 +53,9 @@ class SteppedEngine(Protocol):
 
 
 Describe = Callable[[], ModelDescription]
-"""Tells what is served, before the model is loaded; picklable, and runs in the engine's process."""
+"""Describes the served model before it is loaded; picklable, and runs in the engine's process."""
 EngineFactory = Callable[[ModelDescription], SteppedEngine]
-"""Builds the engine there; picklable, and a UserError that either raises reaches the user."""
+"""Builds the engine in its process; picklable. A UserError from it, or from `Describe`, reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class EngineDescription:
 
 @dataclass(frozen=True)
 class EngineFailure:
-    """The engine is gone."""
+    """The message that the engine has ended."""
 
     message: str
     user_error: bool
-    """Whether the user can put it right."""
+    """Whether the cause is something that the user can correct."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def run_engine(connection: Connection, describe: Describe, factory: EngineFactor
 
 
 def _send_last(connection: Connection, message: EngineFailure) -> None:
-    """Say why the engine is gone, to a parent that may be gone too."""
+    """Tell the parent process, which may have ended too, why the engine has ended."""
     with contextlib.suppress(OSError):
         connection.send(message)
 
 
 def _receive(connection: Connection, commands: "queue.SimpleQueue[Add | Abort]") -> None:
-    """Drain the pipe at all times, so that the parent never blocks on it; its end is ours."""
+    """Read the pipe at all times, so that the parent never blocks on it; end if the parent closes it."""
     while True:
         try:
             commands.put(connection.recv())

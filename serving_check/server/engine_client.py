@@ -106,14 +106,14 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self.dead: str | None = None
-        """Why the engine is gone; None while it lives."""
+        """Why the engine has ended; None while it runs."""
         self.on_death: Callable[[], None] = lambda: None
-        """Called once, when it dies while it is listened to."""
+        """Called once if the engine ends while the event loop listens to it."""
         self.closing = False
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process."""
+        """The id of the engine's process."""
         return self._process.pid
 
     def wait_until_described(self) -> ModelDescription:
@@ -127,7 +127,7 @@ class EngineClient:
         return engine
 
     def _next_message(self) -> Any:
-        """Before the event loop listens: wait for a message. UserError if the engine has failed."""
+        """Wait for a message, before the event loop listens. UserError if the engine has failed."""
         try:
             message = self._connection.recv()
         except EOFError:

@@ -39,12 +39,13 @@ class ApiError(Exception):
 
 
 def engine_unavailable(message: str) -> ApiError:
-    """The engine has died, or the server is going down: not the client's fault, and no use retrying here."""
+    """The error if the engine has ended or the server is stopping: the client is not at fault and need not
+    retry."""
     return ApiError(message, status=503, type=SERVER_ERROR, code="engine_unavailable")
 
 
 def step_failed(message: str) -> ApiError:
-    """The engine could not compute this request; the others go on."""
+    """The error if the engine could not compute this request; other requests continue."""
     return ApiError(
         f"the engine failed on this request, and on no other: {message}",
         status=500,

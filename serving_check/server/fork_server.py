@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ADDRESS = "SCALEGATE_FORK_SERVER"
-"""The environment variable that tells where one listens."""
+"""The environment variable with the address at which a fork server listens."""
 READ_WHILE_IMPORTED = (
     *("ATEN", "CPU", "CUDA", "DNNL", "GOMP", "HF_", "KMP", "LD_", "MALLOC", "MKL", "OMP", "ONEDNN"),
     *("OPENBLAS", "PYTHON", "TOKENIZERS", "TORCH", "TRANSFORMERS", "TRITON"),
@@ -39,7 +39,7 @@ READ_WHILE_IMPORTED = (
 SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Importing torch's compiler sets it, in a command and so for its servers, and nothing is imported by it."""
 PR_SET_PDEATHSIG = 1
-"""`prctl`'s: a signal for us when our parent ends."""
+"""The option of `prctl` that sends this process a signal when its parent ends."""
 SIZE, NUMBER = struct.Struct("!Q"), struct.Struct("!i")
 REFUSED = 0
 REQUEST_SECONDS = 20.0
@@ -59,7 +59,8 @@ class Process(Protocol):
 
 
 Main = Callable[..., None]
-"""A process's main function: our connection's other end, then the arguments; picklable, as they are."""
+"""A process's main function. It takes the other end of our connection, then the arguments; all are
+picklable."""
 
 
 def start_process(main: Main, *arguments: Any, name: str) -> tuple[Connection, Process]:
@@ -145,7 +146,7 @@ class Request:
     folder: str
     path: list[str]
     job: bytes
-    """Pickled: main and its arguments."""
+    """The pickled main function and its arguments."""
 
     @classmethod
     def of(cls, job: bytes) -> "Request":
@@ -153,7 +154,8 @@ class Request:
 
 
 def _fork(address: str, theirs: Connection, main: Main, arguments: Sequence[Any]) -> Process | None:
-    """None if nobody listens at `address`, or if the process there would be forked in other surroundings."""
+    """The forked process; None if nobody listens at `address`, or if the fork server's environment
+    differs."""
     job = pickle.dumps((main, arguments))
     if b"__main__" in job:
         return None
@@ -187,7 +189,7 @@ class ForkServer:
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
 
     def serve(self) -> None:
-        """Until standard input closes, whose other end the command has that started us."""
+        """Serve until standard input closes; the command that started this process holds its other end."""
         while True:
             # One event at a time: it may close what another one is about.
             key, _ = self._selector.select()[0]

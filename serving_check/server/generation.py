@@ -23,7 +23,7 @@ class Delta:
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """With the first delta of a sequence whose prompt's are wanted."""
+    """The prompt's logprobs, in the first delta of a sequence whose request asks for them."""
 
 
 class Generation:

@@ -41,7 +41,8 @@ ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0
 E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 MOST_COMPILATIONS = 100
-"""Different ones told apart; a kernel that compiles at every step must not fill the memory."""
+"""The most different compilations in the metrics: a kernel that compiles at every step must not fill the
+memory."""
 
 
 class Histogram:
@@ -106,7 +107,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client: everything, as of now."""
+        """All current figures, in the form of prometheus_client."""
         stats = self._stats
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
         yield self._gauge(
@@ -189,7 +190,8 @@ class Metrics:
         yield packed
 
     def _compiled(self) -> Metric:
-        """Without a monitor no sample at all: a reader can tell that from a count of zero."""
+        """The counts of compilations. Without a monitor there is no sample, which a reader can tell from a
+        zero."""
         family = CounterMetricFamily(
             "scalegate:compilations",
             "Compilations and graph captures after warm-up: each is a pause that requests feel.",

@@ -26,7 +26,7 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
-        """UserError if a value is outside a request's own bounds."""
+        """The defaults in a generation config. UserError if a value is outside a request's own bounds."""
         values = {key: config[key] for key in SAMPLING_KEYS if config.get(key) is not None}
         if values.get("top_k") == -1:
             values["top_k"] = 0

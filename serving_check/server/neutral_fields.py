@@ -31,7 +31,7 @@ WITHOUT_EFFECT = frozenset(
         "user",
     }
 )
-"""Accounting, caching, speed: nothing of an answer depends on them."""
+"""Fields for accounting, caching and speed, on which no answer depends."""
 
 
 EMPTY: tuple[object, ...] = ([], {}, "")
@@ -75,7 +75,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": EMPTY,
     "web_search_options": (),
 }
-"""Which values of a field change nothing; null never does."""
+"""The values of each field that do not change an answer; null never does."""
 
 
 def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, An
 
     PydanticCustomError if one of them has another value.
 
-    own: fields that the server has itself
+    own: the fields that the server itself supports
     """
     kept = {}
     for name, value in body.items():
@@ -101,7 +101,7 @@ def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, An
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Whether it is, and true is not taken for 1."""
+    """Whether `value` is one of the neutral values; true does not equal 1 here."""
     return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in neutral)
 
 

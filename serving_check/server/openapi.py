@@ -21,7 +21,7 @@ REASONS = {
     503: "The engine is gone, or the server is full or going down.",
 }
 OF_ALL = (401, 405, 408, 413, 429, 431, 500, 503)
-"""What is answered before a request is read, or whatever it asks."""
+"""The statuses of answers that do not depend on the request."""
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -41,7 +41,7 @@ ERROR = {
 ERROR_CONTENT = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 EVENTS = {"text/event-stream": {"itemSchema": EVENT}}
-"""Of each event, as OpenAPI 3.2 says it; readers of 3.1 leave it out."""
+"""The schema of each event, in OpenAPI 3.2's form; readers of 3.1 ignore it."""
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 GENERATED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; server-sent events where `stream` is true.", "content": OBJECT | EVENTS}
@@ -55,7 +55,7 @@ TEXT: dict[int | str, dict[str, Any]] = {
 
 
 def describe(app: FastAPI, needs_key: bool) -> None:
-    """Make `app` tell all that it answers."""
+    """Make `app` describe all of its answers."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

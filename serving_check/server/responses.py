@@ -14,7 +14,7 @@ from .tool_calls import ToolCall, ToolFormat, ToolParser, numbered
 ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; OpenAI and vLLM write the same."""
+"""Stands for minus infinity, which JSON does not have; OpenAI and vLLM write the same number."""
 
 
 def usage(generation: Generation) -> dict[str, int]:
@@ -87,15 +87,15 @@ class Completions:
         prompts: Sequence[list[int]],
         echo: Sequence[str] | None,
     ):
-        """prompts: each sequence's; echo: their texts, if they are shown"""
+        """prompts: the prompt of each sequence; echo: the prompts' texts, if they are shown"""
         self.head = {"id": request_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._asked = asked
         self._prompts = prompts
         self._unshown = dict(enumerate(echo or ()))
-        """Texts of prompts that come before what is shown next of their sequences."""
+        """Texts of prompts that still have to be shown before the text of their sequences."""
         self._offsets: dict[int, int] = {}
-        """Characters of each sequence's text before the next token."""
+        """Number of characters in each sequence's text before the next token."""
 
     def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Choices of a stream before its first token, and the fields beside each."""
@@ -125,7 +125,7 @@ class Completions:
     def _logprobs_of(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any] | None:
-        """logprobs: None for a prompt's first token, which nothing predicts"""
+        """logprobs: the logprobs of each token; None for a prompt's first token, which nothing predicts"""
         if self._asked.logprobs is None:
             return None
         tokens = [self._texts[token] for token in token_ids]
@@ -187,7 +187,7 @@ class ChatCompletions:
         prompts: Sequence[list[int]],
         tools: ToolFormat | None,
     ):
-        """prompts: each sequence's. tools: the form of calls, if calls are allowed"""
+        """prompts: the prompt of each sequence. tools: the form of calls, if calls are allowed"""
         self.head = {"id": request_id, "created": int(time.time()), "model": model}
         self._texts = texts
         self._asked = asked

@@ -28,11 +28,12 @@ from .served_model import ServedModel
 from .text_workers import TextWorkers
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as a shell has it; SIGTERM is how a server is meant to be stopped, and is 0."""
+"""The exit status after Ctrl-C, as in a shell. It is 0 after SIGTERM, which is the usual way to stop a
+server."""
 
 
 class EngineDied(RuntimeError):
-    """The server has ended because its engine did; a supervisor can start it again."""
+    """The server has ended because its engine ended; a supervisor can start it again."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class ServerOptions:
     """How the server is reached and how it ends."""
 
     host: str = "127.0.0.1"
-    """Loopback unless told otherwise: the API has no authentication without a key."""
+    """The address to listen at; loopback by default, since the API has no authentication without a key."""
     port: int = 8000
-    """0 takes a free one, which the ready line names."""
+    """The port; 0 takes a free one, which the ready line names."""
     api_key: str | None = None
     drain_seconds: float = 30.0
-    """On SIGTERM, how long running requests may take to finish."""
+    """How many seconds running requests may take to finish after SIGTERM."""
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
@@ -141,7 +142,8 @@ def url_of(listener: socket.socket) -> str:
 
 @contextmanager
 def leave_on_signal() -> Iterator[None]:
-    """Inside, a signal to stop means a clean end: before HTTP runs, and after it has drained."""
+    """Inside the `with` block, a signal to stop ends the process cleanly, before HTTP runs and after it has
+    drained."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

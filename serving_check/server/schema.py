@@ -54,7 +54,8 @@ RESERVED_FOR_TEMPLATES = frozenset(
         "truncation",
     }
 )
-"""What `apply_chat_template` takes besides a template's variables, and what templates call."""
+"""Names that a template's variables must not have: arguments of `apply_chat_template`, and template
+functions."""
 
 
 class StopAtFirstError(FailFast):
@@ -73,13 +74,13 @@ Stop = Annotated[
     | Annotated[list[StopString], FIRST_ERROR, Field(max_length=MOST_STOP_STRINGS), Tag("texts")],
     Discriminator(lambda stop: "texts" if isinstance(stop, list) else "text"),
 ]
-"""Every new text is searched for all of them."""
+"""The stop strings of a request. Every new text is searched for all of them."""
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST_TOKENS)]], FIRST_ERROR]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]],
     Field(max_length=MOST_BIASED_TOKENS),
 ]
-"""Token ids, in strings as JSON has keys, and what is added to their logits."""
+"""Token ids, as strings since they are JSON keys, and the number that is added to each token's logit."""
 Prompt = str | TokenIds | list[str] | list[TokenIds]
 
 
@@ -107,7 +108,7 @@ CheckedPrompt = Annotated[
 
 
 class Strict(BaseModel):
-    """No unknown keys, no numbers in strings."""
+    """The base of models that refuse unknown keys and numbers in strings."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -115,7 +116,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Usage so far in every chunk, as vLLM has it."""
+    """Whether every chunk has the usage so far, as in vLLM."""
 
 
 class GenerationRequest(Strict):
@@ -130,21 +131,21 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
-    """0 draws no token: for a prompt's logprobs."""
+    """The most output tokens; 0 draws none, for requests that only ask for a prompt's logprobs."""
     temperature: float | None = Field(default=None, ge=0, le=MOST_TEMPERATURE)
-    """Below 1e-5 it is greedy, as 0 is."""
+    """The sampling temperature; below 1e-5 decoding is greedy, as with 0."""
     top_p: float | None = Field(default=None, ge=LEAST_TOP_P, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
-    """0, -1 and anything above the vocabulary keep every token."""
+    """How many of the most likely tokens may be drawn; 0, -1 and numbers above the vocabulary allow all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=SEEDS.start, lt=SEEDS.stop)
     stop: Stop | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Logprobs of the prompt's tokens, as vLLM has them."""
+    """How many logprobs to return for each token of the prompt, as in vLLM."""
     return_token_ids: bool = False
-    """Add the prompt's and the output's token ids to each choice, as vLLM has it."""
+    """Whether each choice has the token ids of the prompt and of the output, as in vLLM."""
     skip_special_tokens: bool = True
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     presence_penalty: float | None = Field(default=None, ge=-MOST_PENALTY, le=MOST_PENALTY)
@@ -171,7 +172,7 @@ class GenerationRequest(Strict):
 
     @property
     def unknown(self) -> list[str]:
-        """Fields that nobody knows."""
+        """Fields of the request that are not known."""
         return list(self.model_extra or ())
 
     @model_validator(mode="after")
@@ -190,7 +191,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: CheckedPrompt
     add_special_tokens: bool = True
-    """Whether the tokenizer puts its own, such as BOS, around a prompt that is text."""
+    """Whether the tokenizer adds its special tokens, such as BOS, to a prompt that is text."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
@@ -216,7 +217,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def text_length(self) -> int:
-        """Characters to tokenize, and tokens to turn back into text for echo."""
+        """The number of characters to tokenize, plus the number of tokens to turn back into text for echo."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str) or self.echo)
 
 
@@ -227,7 +228,7 @@ class TextPart(Strict):
     @model_validator(mode="before")
     @classmethod
     def refuse_other_kinds(cls, part: Any) -> Any:
-        """Refused by name, since clients of image-text models send images and audio."""
+        """Refuse other kinds of content by name, since clients of multimodal models send images and audio."""
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise ValueError(f"this server reads text only; leave out the part of type {kind[:64]!r}")
@@ -238,7 +239,7 @@ Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextPart], FIRST_ERROR, Tag("parts")],
     Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
 ]
-"""Of a message."""
+"""The content of a message."""
 
 
 class Function(BaseModel):
@@ -260,7 +261,8 @@ class Tool(BaseModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """The message as it was sent, with a call's arguments as an object, as templates write it out."""
+        """The call as it was sent, with its arguments as an object, which is the form that templates
+        expect."""
         tool = self.model_dump(exclude_unset=True)
         arguments = self.function.arguments
         if isinstance(arguments, str):
@@ -316,7 +318,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    """Whether the tokenizer puts its own, such as BOS, around what the template has written."""
+    """Whether the tokenizer adds its special tokens, such as BOS, to the text that the template has made."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], FIRST_ERROR, Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"

@@ -16,7 +16,7 @@ from .schema import ChatCompletionRequest, CompletionRequest
 from .tool_calls import FORMATS, ToolFormat, format_of
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; chat has none but the context."""
+"""The default number of output tokens for /v1/completions, as in OpenAI's API; chat has no such limit."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class ServedModel:
     tokenizer: Any | None
     """A transformers tokenizer; None serves token ids only."""
     max_model_len: int
-    """Prompt plus output, in tokens."""
+    """The most tokens of a request, prompt and output together."""
     vocab_size: int
     """Rows of the embedding; a token id at or above it would end the engine, not the request."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @functools.cached_property
     def most_characters(self) -> int:
-        """A longer text has more tokens than the context, whatever its content."""
+        """The most characters of a prompt: a longer text always has more tokens than the context."""
         vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
         return self.max_model_len * max(map(len, vocabulary), default=1)
 
@@ -88,7 +88,7 @@ class ServedModel:
     ) -> SamplingParams:
         """The request's settings over the model's defaults; refuses a request that does not fit the context.
 
-        grammar: of its schema, if it has one
+        grammar: the grammar of the request's schema, if it has one
         """
         defaults = self.defaults
         self.check_token_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -196,12 +196,12 @@ def encode_chat(tokenizer: Any, request: ChatCompletionRequest, most_characters:
 
 
 def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    """For `/tokenize`; the body's size bounds it."""
+    """The tokens of a text, for `/tokenize`. The size of the request's body limits the text."""
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
-    """For `/detokenize`: special tokens and all."""
+    """The text of tokens, special tokens included, for `/detokenize`."""
     return str(tokenizer.decode(token_ids))
 
 

@@ -13,7 +13,7 @@ from .errors import ApiError
 
 MOST_SCHEMA_BYTES = 1 << 16
 MOST_SECONDS = 0.5
-"""Of compiling: the engine, and with it everyone, waits that long again."""
+"""The most seconds for compiling a schema: the engine, and so every request, waits as long again."""
 
 
 class Format(BaseModel):

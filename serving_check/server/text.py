@@ -10,9 +10,9 @@ from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_WINDOW = 14
-"""Tokens decoded at once before the window moves on; every step decodes all of them."""
+"""The most tokens in the window before it moves on; every step decodes all of them."""
 KEPT_CONTEXT = 5
-"""Tokens that stay in the window when it moves: what a decoder may look back at."""
+"""How many tokens stay in the window when it moves, since a decoder may look back at them."""
 
 
 class IncrementalDecoder:
@@ -30,7 +30,7 @@ class IncrementalDecoder:
         self._skip = skip_special_tokens
         self._window: list[int] = []
         self._sent = 0
-        """Characters of the window's text that were returned already."""
+        """Number of characters of the window's text that were returned already."""
 
     def add(self, token_ids: Sequence[int]) -> str:
         if self._decode is None:

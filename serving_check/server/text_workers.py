@@ -24,7 +24,7 @@ from .fork_server import Process, start_process
 T = TypeVar("T")
 WORKERS = 2
 START_SECONDS = 120.0
-"""For loading a tokenizer's library and the tokenizer."""
+"""How many seconds a worker may take to load its libraries and the tokenizer."""
 END_SECONDS = 2.0
 MEMORY_FOR_A_JOB = 1 << 30
 """Bytes of address space beyond what the tokenizer takes."""
@@ -121,11 +121,11 @@ class _Worker:
 
     @property
     def pid(self) -> int | None:
-        """None before it is started."""
+        """The id of the process; None before it is started."""
         return None if self._started is None else self._started[1].pid
 
     def ask(self, job: Any, seconds: float) -> tuple[bool, Any]:
-        """Whether it was done, and the result or the error that it raised."""
+        """Run a job. Returns whether it succeeded, and its result or the error that it raised."""
         self.start()
         if self._started is None:
             raise EOFError
@@ -181,8 +181,8 @@ def work(connection: Connection, tokenizer: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """This also works in the middle of a job that does not end; for a forked process the fork server does
-    it.
+    """End this process when its parent ends, even in the middle of a job that does not end. For a forked
+    process the fork server does this.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

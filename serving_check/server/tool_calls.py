@@ -20,11 +20,11 @@ class ToolFormat:
     name: str
     begin: str
     end: str | None
-    """None where calls go on to the end of the answer."""
+    """The text after the calls; None if calls go on to the end of the answer."""
     template_marks: tuple[str, ...]
-    """What a template of this form contains."""
+    """Texts that every chat template of this form contains."""
     special: bool
-    """Whether `begin` is a special token, which must not be skipped when text is made."""
+    """Whether `begin` is a special token, which must then not be skipped in the text."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", ("<tool_call>",), special=False)
@@ -32,7 +32,7 @@ MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", None, ("[TOOL_CALLS]",), special
 LLAMA = ToolFormat("llama3_json", "<|python_tag|>", None, ("<|python_tag|>", '"parameters"'), special=True)
 FORMATS = (HERMES, MISTRAL, LLAMA)
 MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[ARGS\])?(?=\{)")
-"""A name before its arguments, as newer Mistral models have it."""
+"""A call in the form of newer Mistral models: the name, then the arguments."""
 
 
 def format_of(template: str | None) -> ToolFormat | None:
@@ -61,16 +61,17 @@ class ToolParser:
     """Splits one answer, as it arrives, into text and calls; an invalid call stays text."""
 
     def __init__(self, form: ToolFormat, is_call: bool, most: int | None):
-        """is_call: the whole answer is a list of calls, as JSON. most: calls that are kept; None for all."""
+        """is_call: whether the whole answer is a JSON list of calls. most: how many calls are kept; None for
+        all."""
         self._form = form
         self._is_call = is_call
         self._most = most
         self._begin = StopStrings([form.begin])
         self._call: str | None = "" if is_call else None
-        """What has come since `begin`; None outside a call."""
+        """The text since `begin`; None outside a call."""
         self._started = False
         self.found = 0
-        """Calls so far."""
+        """Number of calls so far."""
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
         """Text that is certainly no part of a call, and the calls that are complete."""
@@ -156,6 +157,6 @@ def _call(value: dict[str, Any]) -> ToolCall:
 
 
 def numbered(calls: list[ToolCall], first: int) -> Iterator[dict[str, Any]]:
-    """The calls in the form of a stream, each whole."""
+    """The calls in the form of a stream; each call is complete and has its number."""
     for index, call in enumerate(calls, first):
         yield {"index": index, **call.to_json()}

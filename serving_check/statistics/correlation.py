@@ -20,8 +20,8 @@ LARGEST = 0.98
 STEPS = 49
 """Correlations are rounded up to a step of `LARGEST / STEPS`."""
 CAUTION = 1.5
-"""Standard errors above the estimate that the upper limit lies. Chosen with the operating characteristic: the
-least that keeps a random walk from deciding."""
+"""By how many standard errors the upper limit is above the estimate. The operating characteristic shows that
+this is the least number with which a random walk decides nothing."""
 
 
 WALK_FREEDOM = 2
@@ -59,7 +59,7 @@ class Autoregression(VarianceInflation):
 def upper_correlation(series: Sequence[Sequence[float]], caution: float = CAUTION) -> float:
     """The upper limit of rho, 0 to LARGEST, from all series together, each [values] in the order of time.
 
-    caution: standard errors that it lies above the estimate
+    caution: by how many standard errors the limit is above the estimate
     """
     told = [values for values in series if len(values) > 1]
     total = sum(len(values) for values in told)
@@ -82,7 +82,7 @@ def upper_correlation(series: Sequence[Sequence[float]], caution: float = CAUTIO
 
 @lru_cache(maxsize=4096)
 def autoregression(count: int, rho: float) -> Autoregression:
-    """`count` is at least 2, rho from 0 to below 1."""
+    """The averages for `count` values, at least 2, and a correlation rho from 0 to below 1."""
     powers = [rho**lag for lag in range(count)]
     sums = [0.0]
     for power in powers:
@@ -102,7 +102,7 @@ def autoregression(count: int, rho: float) -> Autoregression:
 
 
 def random_walk(count: int) -> VarianceInflation:
-    """For a random walk of `count` values, at least 2, whose mean estimates its first value.
+    """The inflation for a random walk of `count` values, at least 2, whose mean estimates its first value.
 
     Exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk stays near its start, so its
     cost is finite, while an autoregression's grows with rho without limit.

@@ -39,33 +39,34 @@ LOOKS = (6, 8, 11, 15, 20, 27, 36, 48, 64, 96)
 """After how many blocks a decision is attempted: fewer than six tell little of correlation, and more looks
 would cost more than they save."""
 LAST_SHARE = 0.5
-"""Of the error, spent on the last look; the others share the rest."""
+"""The share of the error that is spent on the last look; the other looks share the rest."""
 WIDEST = 1.5
 """The 95% interval's upper limit over its lower one, beyond which a ratio is not known well enough to be
 published. Limits that a decision is made with are wider, being corrected for looks and Ms: they guard against
 errors, and say less of how well the ratio is known."""
 SHOWN_ERROR = 0.025
-"""On either side of a 95% interval."""
+"""The error probability on either side of a 95% interval."""
 RESTART_FROM = 27
 """Blocks from which on servers may be started anew, where correlation is what keeps the decision."""
 STRONG = 0.5
 """A correlation between blocks from which on more of them, on the same servers, hardly help."""
 GROUP = 6
-"""Blocks on the same servers, once they are started anew: their mean then counts as one."""
+"""Number of blocks on the same servers after a restart; the mean of such a group counts as one value."""
 LEAST_FOR_GROUPS = RESTART_FROM + LOOKS[0] * GROUP
-"""The fewest blocks at most with which servers are started anew: what is left must do for the first look."""
+"""The least `max_blocks` with which servers are restarted: the groups must suffice for the first look."""
 GROUPED_ERROR = 0.01
 """The chance of a wrong verdict from groups of blocks, beside that from single blocks."""
 TURN_LOOKS = (4, 6, 8, 12, 16)
 """After how many groups a decision is attempted where servers take turns: even numbers, over which a drift of
 the machine cancels, since the sides change their order from group to group."""
 TURN_ERROR = 0.03
-"""Spent on these looks, half of what is left on each: early limits have two degrees of freedom, and gain most
-by it. The resulting errors are in `tests/bench/results/gate/turns_characteristic.json`."""
+"""The error that is spent on these looks, half of the remainder at each: early limits have two degrees of
+freedom and gain most from it. The resulting errors are in
+`tests/bench/results/gate/turns_characteristic.json`."""
 MOST_LOG = 700.0
-"""Beyond it, what a logarithm stands for is infinite."""
+"""The largest logarithm whose number is not treated as infinite."""
 HOPELESS = 0.5
-"""Of the floor: a ratio below this share of it, twice running from the first look, needs no statistics."""
+"""A ratio below this share of the floor in the first two looks needs no statistics."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class SequentialTest:
     floor: float
     """The ratio, artifact over baseline, that must be reached."""
     number_of_ms: int
-    """An M counts once for each of its figures that is decided."""
+    """The number of Ms; an M counts once for each of its figures that is decided."""
     max_blocks: int = LOOKS[-1]
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
@@ -113,13 +114,13 @@ class SequentialTest:
         return self.error * share
 
     def fail_error(self, blocks: int) -> float:
-        """One-sided level of the upper limit at that look."""
+        """One-sided level of the upper limit at the look after `blocks`."""
         return self.pass_error(blocks) / self.number_of_ms
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where one M stands. `low` and `high` are the limits the decision was made with, corrected as above."""
+    """The decision at one M. `low` and `high` are the limits with which it was made, corrected as above."""
 
     status: Status
     ratio: float
@@ -127,11 +128,11 @@ class Decision:
     high: float
     blocks: int
     final: bool
-    """No further block would be looked at: decided, or out of blocks."""
+    """Whether no further block is needed, since it is decided, or allowed."""
     correlation: float = 0.0
-    """Between a block and the next, at most: what all limits were widened for."""
+    """An upper limit for the correlation between a block and the next, by which all limits were widened."""
     shown: tuple[float, float] = (0.0, math.inf)
-    """The 95% interval, corrected for nothing else."""
+    """The 95% interval, without further corrections."""
 
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
@@ -185,12 +186,12 @@ def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bo
 
 
 def is_far_below(log_ratios: Sequence[float], floor: float) -> bool:
-    """Whether there are some, all so far below the floor that one more look may be enough."""
+    """Whether all ratios, at least one, are so far below the floor that one more look may be enough."""
     return bool(log_ratios) and max(log_ratios) < math.log(floor * HOPELESS)
 
 
 def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
-    """Whether two looks in a row were that far below it: measuring more would be a waste."""
+    """Whether two looks in a row were so far below the floor that measuring more would be a waste."""
     return len(first_looks) >= 2 and is_far_below(first_looks, floor)
 
 
@@ -206,7 +207,7 @@ def _look(values: Sequence[float], test: SequentialTest, correlation: float, by_
 
 
 def _estimate(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
-    """Where `values` stand, undecided."""
+    """The estimate and the limits from `values`, without a decision."""
     blocks = len(values)
     walk = test.in_turns
     low, high = interval(values, test.pass_error(blocks), test.fail_error(blocks), correlation, walk)
@@ -219,7 +220,8 @@ def _estimate(values: Sequence[float], test: SequentialTest, correlation: float)
 
 
 def correlation_of(series: Sequence[Sequence[float]], caution: float = CAUTION) -> float:
-    """Between neighbouring blocks, at most. The machine correlates them, so all Ms are asked together."""
+    """An upper limit for the correlation of neighbouring blocks. Its cause is the machine, so all Ms count
+    together."""
     return upper_correlation([winsorized(values) for values in series if values], caution)
 
 

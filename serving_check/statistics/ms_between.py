@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 STEP = 2
-"""Most times an M is the one before it, given and drawn together: no bucket from one power of two to the next
-is then left out."""
+"""The largest ratio of an M to the one before it, among given and drawn Ms together. Then every bucket from
+one power of two to the next contains an M."""
 
 
 def draw_between(ms: Sequence[int], seed: int) -> tuple[int, ...]:

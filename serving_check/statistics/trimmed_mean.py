@@ -24,7 +24,7 @@ def interval(
 ) -> tuple[float, float]:
     """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
 
-    correlation: between neighbours, at most
+    correlation: an upper limit for the correlation between neighbours
     at_most_a_walk: whether the values are at worst a random walk that starts at the first of them
     """
     if len(values) < 2:
@@ -45,7 +45,7 @@ class TrimmedMean:
     centre: float
     """The trimmed mean."""
     standard_error: float
-    """Of the trimmed mean, from the winsorized values as if they were independent."""
+    """The standard error of the trimmed mean, from the winsorized values as if they were independent."""
     freedom: int
 
 

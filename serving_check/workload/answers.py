@@ -17,14 +17,14 @@ class Answer:
 
     text: str
     token_ids: "array[int] | None"
-    """As the server told them beside the text; None if it does not."""
+    """The token ids that the server reported beside the text; None if it reports none."""
     finish_reason: str | None = None
     logprobs: tuple[float | None, ...] | None = None
-    """Of the chosen tokens; None if the server tells none."""
+    """The log-probabilities of the chosen tokens; None if the server reports none."""
     prompt_token_ids: tuple[int, ...] | None = None
-    """What the server made of a chat; None if it does not tell."""
+    """The token ids of a chat's prompt; None if the server does not report them."""
     is_parsed: bool = False
-    """Whether the server took some of the text out: reasoning, or calls of tools."""
+    """Whether the server moved some of the text to other fields: reasoning, or calls of tools."""
 
 
 def read_answer(events: Iterable[bytes]) -> Answer:

@@ -27,12 +27,13 @@ server in bfloat16 on a CPU grew by 500 MB over 10,000 requests; so, by nothing 
 """
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 1
 LEFT_TOKENS = 8
-"""That a client asks for who goes away after the first chunk."""
+"""How many tokens a client requests that goes away after the first chunk."""
 WHOLE: Kind = "greedy"
 IN_TURN: tuple[Kind, ...] = (WHOLE, "sampled", "logprobs", "stop", "chat", "aborted")
-"""Kinds of a part, in this order. Sampled and aborted ones are streamed, the others come whole."""
+"""The kinds of requests in a part, in this order. Sampled and aborted ones are streamed, the others are
+not."""
 GREETING = {"messages": [{"role": "user", "content": "Hello"}]}
-"""Of all chats: prompts of different lengths would have different shapes."""
+"""The message of all chats: prompts of different lengths would have different shapes."""
 NEVER_SAID = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"
 USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 REQUEST_TIMEOUT_S = 60.0
@@ -44,17 +45,17 @@ class BurstResult:
 
     requests: int
     seconds: float
-    """From the first send to the last answer."""
+    """Seconds from the first send to the last answer."""
     errors: tuple[str, ...]
-    """Of each request that failed."""
+    """The error of each request that failed."""
 
 
 @dataclass(frozen=True)
 class _Tiny:
-    """One request."""
+    """One tiny request of a burst."""
 
     tokens: int
-    """That its answer has."""
+    """Number of tokens in its answer."""
     body: bytes
     route: str
     is_left: bool

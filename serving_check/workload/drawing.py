@@ -36,7 +36,8 @@ def poisson_times(
 
 
 def lengths_within(budget: int, generator: random.Random, count: int, least: int, longest: int) -> list[int]:
-    """Log-uniform from `least` to below `longest`, or to below less if their sum would exceed `budget`."""
+    """Log-uniform lengths from `least` to below `longest`, or to a lower limit if their sum would exceed
+    `budget`."""
     uniforms = stratified(generator, count)
     # The largest bound whose lengths can be paid; their sum rises with it.
     paid = bisect.bisect_right(
@@ -46,12 +47,13 @@ def lengths_within(budget: int, generator: random.Random, count: int, least: int
 
 
 def log_uniform(uniforms: Sequence[float], least: int, most: int) -> list[int]:
-    """Whole numbers from `least` to below `most`, of numbers from 0 to below 1."""
+    """Log-uniform whole numbers from `least` to below `most`, made from uniform numbers from 0 to below 1."""
     return [int(least * (most / least) ** uniform) for uniform in uniforms]
 
 
 def stratified(generator: random.Random, count: int) -> list[float]:
-    """Uniform from 0 to below 1, one from each of `count` equal parts, so that blocks have equal work."""
+    """Uniform numbers from 0 to below 1, one from each of `count` equal parts, so that blocks have equal
+    work."""
     uniforms = [(part + generator.random()) / count for part in range(count)]
     generator.shuffle(uniforms)
     return uniforms

@@ -16,10 +16,10 @@ class EngineWork:
 
     steps: float | None = None
     waiting_request_steps: float | None = None
-    """Requests that waited, summed over steps."""
+    """Number of waiting requests, summed over steps."""
     step_seconds: float | None = None
     host_seconds: float | None = None
-    """Of these, not waiting for the GPU, nor (on a CPU) in the model."""
+    """Seconds of steps, without waiting for the GPU or, on a CPU, without running the model."""
     device_busy_seconds: float | None = None
     device_idle_seconds: float | None = None
     generation_tokens: float | None = None
@@ -40,8 +40,8 @@ class EngineWork:
 
     @classmethod
     def sum(cls, works: Iterable["EngineWork"]) -> "EngineWork":
-        """If any run lacks the figure, the sum is None: a share of some runs would look like a share of
-        all.
+        """The sum of each figure over all runs. It is None if any run lacks the figure: a share of some runs
+        would look like a share of all.
         """
         listed = list(works)
         return cls(
@@ -50,7 +50,7 @@ class EngineWork:
 
     @property
     def waiting_mean(self) -> float | None:
-        """Requests waiting, on average over steps."""
+        """The mean number of waiting requests over steps."""
         return _over(self.waiting_request_steps, self.steps)
 
     @property
@@ -59,7 +59,7 @@ class EngineWork:
 
     @property
     def host_ms(self) -> float | None:
-        """Of a step."""
+        """The host's milliseconds in a step, on average."""
         return _over(self.host_seconds, self.steps, 1000.0)
 
     @property

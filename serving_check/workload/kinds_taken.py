@@ -22,12 +22,12 @@ FIELDS: dict[Kind, str] = {
     "end": "logit_bias or min_tokens",
     "logprobs": "logprobs",
 }
-"""What a server lacks that refuses a kind."""
+"""For each kind of request, the field or route that a server does not support if it refuses the kind."""
 
 
 @dataclass(frozen=True)
 class KindsTaken:
-    """The kinds that one server accepts, and in a few words the ones it does not."""
+    """The kinds of requests that one server accepts, and a few words for each kind that it refuses."""
 
     kinds: frozenset[Kind]
     unknown: tuple[str, ...]

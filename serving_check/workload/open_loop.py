@@ -21,9 +21,9 @@ from .spec import RequestRecord
 from .use_plan import PlannedRequest
 
 LOGPROBS = 5
-"""For each token, besides the chosen one's; OpenAI's API takes no more."""
+"""How many alternatives' logprobs are requested for each token: the most that OpenAI's API allows."""
 END_BIAS = 100
-"""The most that OpenAI's API takes: no logit is so far above another."""
+"""The logit bias of the end token: the most that OpenAI's API allows, more than any difference of logits."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OpenLoopResult:
     steps_by_running: dict[int, int] | None
     """How many decode steps ran with how many requests in them; None if the server does not say."""
     generation_tokens: float | None
-    """By how much the server's own counter of generated tokens rose; None if it has none."""
+    """By how much the server's own counter of generated tokens rose; None if it has no such counter."""
     preemptions: int | None
 
 
@@ -115,7 +115,7 @@ def _prompt_of(planned: PlannedRequest) -> Body:
 
 
 def _own_fields(planned: PlannedRequest) -> Body:
-    """Fields of its kind."""
+    """The fields of a request that its kind adds."""
     if planned.kind == "sampled":
         # Tokens are judged by the model's whole distribution, whatever its maker would leave out of it.
         return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0}

@@ -14,11 +14,12 @@ from .prompts import Slices
 from .use_plan import LEAST_PROMPT, PlannedRequest
 
 LOAD = 0.6
-"""Of the requests that the baseline can answer in the same time."""
+"""The load as a share of the requests that the baseline can answer in the same time."""
 LEAST_REQUESTS = 12
-"""Of a block: each of as many equal parts of a distribution gives one length."""
+"""The least number of requests in a block: the distribution is cut into as many parts, one length from
+each."""
 LEAST_ANSWER = 4
-"""Tokens: fewer have hardly a gap between them."""
+"""The least number of tokens in an answer: fewer have hardly any gap between chunks."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class ProfileShape:
 
     requests: int
     seconds: float
-    """In which they come."""
+    """Seconds over which the requests arrive."""
     scale: float
-    """Of the trace's lengths, 0 to 1."""
+    """The factor applied to the trace's lengths, 0 to 1."""
 
 
 def shape_of_profile(
@@ -43,8 +44,8 @@ def shape_of_profile(
     """As many requests as come in `seconds`; all lengths shorter by one factor, if the context does not hold
     them or if `LEAST_REQUESTS` of them would take longer.
 
-    prompt_speed, answer_speed: tokens a second that the baseline reads, and writes at its best M
-    longest_prompt: that the text gives
+    prompt_speed, answer_speed: tokens per second that the baseline reads, and that it writes at its best M
+    longest_prompt: the most tokens that a prompt cut from the text can have
     """
     work = profile.prompts.mean / prompt_speed + profile.answers.mean / answer_speed
     requests = int(max(LEAST_REQUESTS, seconds * LOAD / work))

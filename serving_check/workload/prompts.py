@@ -28,8 +28,8 @@ class Slices:
         beginning: int,
         others: Iterable[Sequence[int]] = (),
     ):
-        """beginning: number of first tokens, of which at least one differs between any two slices others:
-        other prompts
+        """beginning: number of first tokens, at least one of which differs between any two slices
+        others: prompts that the slices must not begin like
         """
         self._generator = generator
         self._text = text

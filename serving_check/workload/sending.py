@@ -32,11 +32,11 @@ class StreamedRequest:
     url: str
     body: bytes
     output_len: int | None
-    """Tokens that the answer must have, or it is an error; None if it may end earlier."""
+    """How many tokens the answer must have, else it is an error; None if it may end earlier."""
     keeps_events: bool
-    """Whether the events with a choice are kept."""
+    """Whether the stream's events that have a choice are kept."""
     abort_after: int | None = None
-    """Events with a choice after which the client closes the connection; None to read to the end."""
+    """After how many events with a choice the client closes the connection; None to read to the end."""
 
 
 def streamed_body(
@@ -44,7 +44,7 @@ def streamed_body(
 ) -> Body:
     """The JSON of a request for `output_len` tokens.
 
-    prompt: the fields that hold it. keeps_answer: whether token ids are asked for, if the server tells them
+    prompt: the fields with the prompt. keeps_answer: whether to ask for token ids, if the server reports them
     """
     body = {
         "model": endpoint.model,

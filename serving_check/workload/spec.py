@@ -18,15 +18,16 @@ class WorkloadSpec:
     """A closed loop: `m` clients, each sending its next request when its last one has ended."""
 
     m: int
-    """Requests in flight at any time."""
+    """Number of requests in flight at any time."""
     num_requests: int
-    """Measured requests; a multiple of `m` keeps every wave full."""
+    """Number of measured requests; a multiple of `m` keeps every wave full."""
     input_len: int
-    """Prompt tokens a request."""
+    """Number of prompt tokens per request."""
     output_len: int
-    """Output tokens a request; the end-of-sequence token is ignored, so each gives exactly this many."""
+    """Number of output tokens per request, which is exact since the end-of-sequence token is ignored."""
     seed: int = 0
-    """Same seed, same prompts. Another seed gives prompts that share no prefix, so nothing is reused."""
+    """The seed of the prompts. Prompts of different seeds share no prefix, so a server cannot reuse
+    anything."""
     vocab_size: int = 1024
     """Prompts are drawn from token ids below this, unless `token_pool` is given."""
     token_pool: tuple[int, ...] | None = field(default=None, repr=False)
@@ -37,7 +38,8 @@ class WorkloadSpec:
     request_timeout: float = 600.0
     """Seconds after which a request without an end counts as failed."""
     keep_answers: bool = False
-    """Keep what each stream said, and ask the server for its token ids, for judging what was served."""
+    """Whether to keep the content of each stream, and to ask for token ids, so that the answers can be
+    judged."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,23 @@ class RequestRecord:
 
     start: float
     ttft: float | None
-    """From sending to the first chunk with a choice."""
+    """Seconds from sending to the first chunk with a choice."""
     itls: tuple[float, ...]
-    """Gaps between chunks; a chunk may carry several tokens, so TPOT is what latency is judged by."""
+    """Seconds between chunks. A chunk may hold several tokens, so latency is judged by TPOT."""
     e2el: float
-    """From sending to the end of the stream."""
+    """Seconds from sending to the end of the stream."""
     output_tokens: int
-    """As the server's usage says."""
+    """Number of output tokens according to the server's usage."""
     prompt_tokens: int
     error: str | None = None
     prompt: tuple[int, ...] = field(default=(), repr=False)
-    """Empty unless answers are kept."""
+    """The prompt's token ids; empty unless answers are kept."""
     answer: Answer | None = field(default=None, repr=False)
-    """None unless answers are kept."""
+    """The answer; None unless answers are kept."""
 
     @property
     def arrivals(self) -> list[float]:
-        """When each chunk came, on the clock of `start`."""
+        """When each chunk arrived, on the clock of `start`."""
         if self.ttft is None:
             return []
         return list(itertools.accumulate(self.itls, initial=self.start + self.ttft))
@@ -110,7 +112,7 @@ class WorkloadResult:
     preemptions: int | None
     """Preemptions during the measurement; None if the server does not say."""
     engine: EngineWork = field(default_factory=EngineWork)
-    """What else the server counted meanwhile."""
+    """The server's further counts of its work during the measurement."""
     began: float = 0.0
     """When the clock of `RequestRecord.start` was zero, in seconds of `time.perf_counter`."""
 
@@ -141,7 +143,7 @@ class WorkloadResult:
 
     @property
     def waiting_max(self) -> float | None:
-        """The most requests ever seen queued: above zero for long means that M was not reached."""
+        """The most requests that were seen queued. If it stays above zero, M was not reached."""
         return max((sample.waiting for sample in self.samples if sample.waiting is not None), default=None)
 
     @property

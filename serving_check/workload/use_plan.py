@@ -25,41 +25,43 @@ Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "aborted"
 """
 RARE: tuple[Kind, ...] = ("chat", "stop", "end", "logprobs", "aborted")
 RARE_SHARE = 0.05
-"""Of each of these kinds."""
+"""The share of requests of each of these kinds."""
 SAMPLED_SHARE = 1 / 3
 SHARING = 3
-"""Requests that share a prefix."""
+"""Number of requests that share one prefix."""
 SHARING_SHARE = 0.25
-"""Of the greedy requests, those that share a prefix with others."""
+"""The share of greedy requests that share a prefix with others."""
 LEAST_GREEDY = 1 + SHARING
-"""One with the longest prompt, and those that share a prefix."""
+"""The least number of greedy requests: one with the longest prompt, and a group that shares a prefix."""
 LEAST_PROMPT = 16
 LONGEST_SHARE = 1 / 3
-"""Of all prompt tokens, the most that the longest prompt takes: the others keep lengths that differ."""
+"""The longest prompt's largest share of all prompt tokens, so that the other lengths can still vary."""
 LEAST_LONG_ANSWER = 64
-"""Tokens of the answer to the longest prompt, at least: all of them are at that context."""
+"""The least number of tokens in the answer to the longest prompt: they show that long context."""
 LEAST_ANSWER, MOST_ANSWER = 8, 200
 MEAN_ANSWER = (MOST_ANSWER - LEAST_ANSWER) / math.log(MOST_ANSWER / LEAST_ANSWER)
 """Tokens of an answer on average, 59.6: the mean of a log-uniform distribution."""
 TEMPERATURES = (1.0, 0.7, 1.0, 1.3)
-"""Of sampled requests, in turn."""
+"""The temperatures of sampled requests, in turn."""
 SEEDS_AGAIN = 3
-"""Sampled requests with one prompt."""
+"""Number of sampled requests with one prompt."""
 STOP_CHARACTERS = 8
 LEAST_TO_STOP = 32
-"""Tokens that an answer with a stop string may have, at least: the middle of a canary text comes before."""
+"""The least limit of tokens for an answer with a stop string, which comes from the middle of a canary
+text."""
 SPARE = 8
-"""Tokens that may follow where the end-of-sequence token is due, to show an answer that does not end."""
+"""How many tokens an answer may have after the end-of-sequence token is due, to show that it did not end."""
 TURNS: tuple[tuple[str, ...], ...] = (("user",), ("user", "assistant", "user"))
 """Roles of a conversation that every template takes."""
 WITH_SYSTEM: tuple[tuple[str, ...], ...] = (("system", "user"), ("system", "user", "assistant", "user"))
 """Roles that some templates refuse."""
 SAMPLED_CHATS_SHARE = 0.25
-"""Of the sampled requests, those that are chats."""
+"""The share of sampled requests that are chats."""
 LEAST_MESSAGE = 4
-"""Tokens of a message, at least."""
+"""The least number of tokens in a message."""
 MOST_AGAIN = 4
-"""Tokens for each of these, at most, when their text is tokenized again: a character cut in two has three."""
+"""The most tokens that one token's text gives when it is tokenized again: a character cut in two gives
+three."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,21 @@ class PlannedRequest:
     """Seconds after the load began."""
     kind: Kind
     prompt: tuple[int, ...] = field(repr=False)
-    """Token ids; of a chat, those that the template makes of `messages`."""
+    """The prompt's token ids; for a chat, the token ids that the template makes from `messages`."""
     output_len: int
-    """The most output tokens; all of them, unless the request may end earlier."""
+    """The number of output tokens, or the most if the request may end earlier."""
     messages: tuple[tuple[str, str], ...] = ()
-    """Of a chat: role and content of each."""
+    """The role and the content of each message of a chat."""
     temperature: float = 0.0
     seed: int | None = None
     stop: str | None = None
-    """Of kind `stop`: the answer ends before this text."""
+    """For kind `stop`: the text before which the answer ends."""
     abort_after: int | None = None
-    """Of kind `aborted`: chunks after which the client goes away."""
+    """For kind `aborted`: the number of chunks after which the client goes away."""
     end_token: int | None = None
-    """Of kind `end`: the end-of-sequence token."""
+    """For kind `end`: the end-of-sequence token."""
     min_tokens: int = 0
-    """Of kind `end`: the tokens before it."""
+    """For kind `end`: the least number of tokens before the end-of-sequence token."""
 
     @property
     def route(self) -> str:
@@ -109,23 +111,23 @@ class UseShape:
     """The sources of the requests of one block, besides a seed and texts."""
 
     seconds: float
-    """All requests arrive within so many."""
+    """The seconds within which all requests arrive."""
     first_rate: float
-    """Requests a second at the beginning; from there the rate changes linearly."""
+    """Requests per second at the beginning; from there the rate changes linearly."""
     last_rate: float
-    """Requests a second at the end."""
+    """Requests per second at the end."""
     prompt_tokens: int
-    """The most of all prompts together."""
+    """The most tokens of all prompts together."""
     longest_prompt: int
     """The most tokens of a prompt."""
     context: int
     """The most tokens of a prompt and its answer."""
     kinds: frozenset[Kind]
-    """Those that the servers take."""
+    """The kinds of requests that the servers accept."""
     end_token: int | None = None
     """The model's end-of-sequence token; without one no answer ends by it."""
     long_prompt: int = 0
-    """Tokens of the longest prompt, however few of them `prompt_tokens` would pay."""
+    """The number of tokens of the longest prompt, even if it is more than `prompt_tokens` allows."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Conversations:
     encode: Callable[[Sequence[tuple[str, str]]], Sequence[int]]
     """The prompt that the chat template makes of roles and contents, up to where the answer begins."""
     turns: tuple[tuple[str, ...], ...] = TURNS
-    """Roles that the template takes."""
+    """The sequences of roles that the template accepts."""
 
 
 def plan_requests(
@@ -220,7 +222,7 @@ def _has_room(shape: UseShape, conversations: Conversations) -> bool:
 
 
 def _most(shape: UseShape) -> int:
-    """Tokens of a prompt that leaves room for an answer."""
+    """The most tokens of a prompt that leaves room for an answer in the context."""
     return shape.context - LEAST_ANSWER - SPARE
 
 
@@ -235,7 +237,7 @@ def _arrivals(generator: random.Random, shape: UseShape, least: int) -> list[flo
 
 
 def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, int]:
-    """How many requests of each kind."""
+    """The number of requests of each kind."""
     rare = max(1, round(RARE_SHARE * requests))
     counts: dict[Kind, int] = {kind: rare if kind in kinds else 0 for kind in RARE}
     counts["stop"] = min(counts["stop"], stops)
@@ -246,7 +248,7 @@ def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, 
 
 
 def _longest(shape: UseShape, most: int) -> int:
-    """Tokens of the longest prompt that can be paid, `most` at most."""
+    """The number of tokens of the longest prompt that the budget allows, at most `most`."""
     affordable = max(LEAST_PROMPT, int(shape.prompt_tokens * LONGEST_SHARE))
     return min(shape.longest_prompt, affordable, max(LEAST_PROMPT, shape.context - LEAST_LONG_ANSWER), most)
 
@@ -262,7 +264,7 @@ def _completions(
     """All requests but chats and those with a stop string; the first has the longest prompt, and a longer
     answer.
 
-    long_prompt: tokens of it that need not be paid from the budget
+    long_prompt: tokens of the longest prompt that do not count towards the budget
     """
     others: list[Kind] = ["sampled", "end", "logprobs", "aborted"]
     count = counts["greedy"] - 1 + sum(counts[kind] for kind in others)
@@ -311,7 +313,7 @@ def _chat(
 
 
 def _overhead(conversations: Conversations, roles: Sequence[str]) -> int:
-    """Tokens that a chat template adds."""
+    """The number of tokens that a chat template adds to the contents."""
     return len(conversations.encode([(role, ".") for role in roles]))
 
 
