@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 REGISTERS = """
-from scalegate.layouts.kv.format import KV_FORMATS, TokenByToken
+from scalegate.serving_check.profiles import PROFILES
 
-assert "unquantized" in KV_FORMATS, "a look-up while plugins are loaded finds what is there"
-KV_FORMATS.add({name!r}, TokenByToken())
+assert "chat" in PROFILES, "a look-up while plugins are loaded finds what is there"
+PROFILES.add({name!r}, PROFILES["chat"])
 print("imported", {name!r})
 """
-LISTS = "from scalegate.layouts.kv.format import KV_FORMATS; print(*KV_FORMATS); print(*KV_FORMATS)"
+# A registry that needs no torch, which would take two seconds to import.
+LISTS = "from scalegate.serving_check.profiles import PROFILES; print(*PROFILES); print(*PROFILES)"
 
 
 def python(program: str, plugins: str = "", path: Path | None = None) -> subprocess.CompletedProcess:
@@ -64,7 +65,7 @@ def test_adding_alone_imports_no_plugin(tmp_path: Path):
 def test_one_that_fails_is_named_on_the_command_line(tmp_path: Path, content: str):
     path = tmp_path / "broken.py"
     path.write_text(content)
-    program = "from scalegate.pipeline.cli.main import main; main(['doctor'])"
+    program = "from scalegate.pipeline.cli.main import main; main(['validate', '--help'])"
     result = python(program, str(path))
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert f"Error: the plugin {path} (named in SCALEGATE_PLUGINS) cannot be imported" in result.stderr

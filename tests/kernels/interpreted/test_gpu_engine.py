@@ -32,6 +32,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 pytestmark = pytest.mark.long
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+SAMPLED = [
+    SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **settings)
+    for settings in (
+        {"temperature": 0.8},
+        {"temperature": 0.0},
+        {"temperature": 1.5, "top_p": 0.9, "top_k": 50},
+    )
+]
 SIZES = {"max_num_seqs": 2, "max_model_len": 48}
 WAYS = {
     "overlapped": {"prefill_chunk": 16},
@@ -137,25 +145,18 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
 def test_tokens_are_those_of_the_cpu_engine(model, prompts, way: str):
     kv_cache_dtype = WAYS[way].get("kv_cache_dtype", "unquantized")
     prompts = prompts[:2] if way.startswith("whole pages") else prompts
+    params = SAMPLED if way == "overlapped" else GREEDY
     config = EngineOptions(kv_cache_dtype=kv_cache_dtype, **SIZES)
-    expected = Engine(model, config, frozenset()).generate(prompts, GREEDY)
+    expected = Engine(model, config, frozenset()).generate(prompts, params)
     engine = engine_on_kernels(model, **WAYS[way])
     runner = engine.runner
     engine._overlapped = way == "overlapped"
     no_graphs = way.endswith("no graphs")
     runner.mixed_buckets = () if no_graphs else runner.mixed_buckets
-    answers = engine.generate(prompts, GREEDY)
+    answers = engine.generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     mixed = [shape for shape in runner.graphs.captured if not shape.decode_only]
     assert engine.pool.usage == 0 and bool(mixed) == (not no_graphs)
-
-
-def test_sampled_tokens_are_those_of_the_cpu_engine(model, prompts):
-    asked = ({"temperature": 0.8}, {"temperature": 0.0}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50})
-    params = [SamplingParams(max_tokens=3, seed=7, ignore_eos=True, **settings) for settings in asked]
-    expected = Engine(model, EngineOptions(**SIZES), frozenset()).generate(prompts, params)
-    answers = engine_on_kernels(model, **WAYS["overlapped"]).generate(prompts, params)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
 
 
 @pytest.mark.exhaustive

@@ -90,7 +90,7 @@ def test_decoding_over_pages_of_several_pieces():
 
 def test_how_many_programs_share_the_splits_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
     lengths = [SHORT, 2 * SHORT + 1, 8 * SHORT + 3]
-    contexts = contexts_of(lengths, (4, 2, 64), 2, torch.bfloat16, SHORT)
+    contexts = contexts_of(lengths, (2, 1, 64), 2, torch.bfloat16, SHORT)
     outs = []
     for programs in (1, 3, 16):
         monkeypatch.setattr(decoding, "programs_of_splits", lambda *_, programs=programs: programs)

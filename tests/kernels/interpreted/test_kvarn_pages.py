@@ -1,5 +1,7 @@
 """KVarN's tokens kept, pages made of them, pages read back: each kernel by itself; see conftest.py."""
 
+import itertools
+
 import pytest
 import torch
 from scalegate.kernels.attention.coded.words import unpack
@@ -68,9 +70,12 @@ def integers(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype, value_bits",
+    exhaustive_but(itertools.product(DTYPES, (2, 4)), (torch.float32, 2), (torch.float16, 4)),
+    ids=str,
+)
 @pytest.mark.parametrize("group_size, dim", exhaustive_but(SIZES, SIZES[0]))
-@pytest.mark.parametrize("value_bits", [2, 4])
 def test_a_page_has_the_codes_of_its_rotated_rows_whoever_writes_it(
     group_size: int, dim: int, dtype: torch.dtype, value_bits: int
 ):

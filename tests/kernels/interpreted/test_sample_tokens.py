@@ -46,12 +46,13 @@ def drawn(logits: torch.Tensor, sequences: list[Sequence], positions: torch.Tens
 @pytest.mark.parametrize(
     ("dtype", "spread", "params"),
     [
-        (torch.float32, 3.0, PARAMS),
+        pytest.param(torch.float32, 3.0, PARAMS, marks=pytest.mark.exhaustive),
+        (torch.float32, 3.0, PARAMS[2::3]),
         (torch.bfloat16, 3.0, PARAMS[::3]),
         (torch.float16, 3.0, PARAMS[1::5]),
         (torch.bfloat16, 0.1, PARAMS[::3]),
     ],
-    ids=["float32", "bfloat16", "float16", "little spread"],
+    ids=["all", "float32", "bfloat16", "float16", "little spread"],
 )
 def test_tokens_are_those_that_torch_draws(dtype: torch.dtype, spread: float, params: list[SamplingParams]):
     """Spread little, a tenth of the mass lies below zero, so that bounds are far from the greatest logit."""
@@ -74,12 +75,12 @@ def test_tokens_are_those_that_torch_draws(dtype: torch.dtype, spread: float, pa
 
 
 def test_of_equal_logits_the_first_is_greedy_and_all_pass_top_k():
-    logits = torch.zeros(16, VOCAB)
+    logits = torch.zeros(10, VOCAB)
     logits[:, [7, 71, 140]] = 4.0  # 7 and 71 lie at the same place of their blocks
     asked = SamplingParams(temperature=1.0, top_k=2)
     sequences = [Sequence("", [1], 1, SamplingParams(temperature=0.0), 0, 9)]
-    sequences += [Sequence("", [1], 1, asked, seed, 9) for seed in range(15)]
-    found = drawn(logits, sequences, torch.zeros(16, dtype=torch.int64))
+    sequences += [Sequence("", [1], 1, asked, seed, 9) for seed in range(9)]
+    found = drawn(logits, sequences, torch.zeros(10, dtype=torch.int64))
     assert found[0] == 7 and set(found[1:].tolist()) == {7, 71, 140}
 
 
