@@ -4,12 +4,14 @@ Not for deciding which request gets pages next; the scheduler does that.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import torch
 
 from ...base.errors import UserError
+from ...base.option_fields import flag
 from ...layouts.kv.attention_chunks import ChunkedLayerKV, refuse_chunk
 from ...layouts.kv.format import KV_FORMATS, KVFormat
 from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
@@ -123,16 +125,7 @@ def build_pool(
     """An engine's pool, as large as its options say or its memory allows."""
     kv_format = KV_FORMATS[options.kv_format]
     page_size = options.page_size or kv_format.page_size(device)
-    num_pages = pool_pages(
-        layers.attention,
-        kv_format,
-        page_size,
-        options.kv_cache_tokens,
-        options.max_num_seqs,
-        max_model_len,
-        device,
-        layers.state_bytes,
-    )
+    num_pages = pages_asked(layers, options, max_model_len, device)
     return KVPool(
         layers,
         kv_format,
@@ -142,6 +135,23 @@ def build_pool(
         options.max_num_seqs,
         max_model_len,
         device,
+    )
+
+
+def pages_asked(
+    layers: ServedLayers, options: EngineOptions, max_model_len: int, device: torch.device
+) -> int:
+    """Pages of the pool of an engine with these options. UserError if the device has no room for them."""
+    kv_format = KV_FORMATS[options.kv_format]
+    return pool_pages(
+        layers.attention,
+        kv_format,
+        options.page_size or kv_format.page_size(device),
+        options.kv_cache_tokens,
+        options.max_num_seqs,
+        max_model_len,
+        device,
+        layers.state_bytes,
     )
 
 
@@ -162,18 +172,17 @@ def pool_pages(
     """
     full_context = pages_for(max_model_len, page_size)
     page_bytes, row_bytes = stored_bytes(layers, kv_format, page_size)
-    free = free_memory(device) - (max_num_seqs + 1) * (row_bytes + state_bytes)
+    room = _Room(free_memory(device), max_num_seqs, row_bytes + state_bytes, state_bytes, device)
     if kv_cache_tokens is not None:
         num_pages = kv_cache_tokens // page_size
         origin = f"kv_cache_tokens={kv_cache_tokens}"
-        if num_pages * page_bytes > free:
-            raise UserError(
-                f"a KV pool of {kv_cache_tokens} tokens for max_num_seqs={max_num_seqs} takes "
-                f"{num_pages * page_bytes / 2**30:.1f} GiB of {device.type} memory; {free / 2**30:.1f} GiB "
-                "are free. Serve fewer requests at once, or shorter ones."
-            )
+        room.require(num_pages * page_bytes, f"a KV pool of {kv_cache_tokens} tokens")
     else:
-        memory = int(free * (CUDA_MEMORY_SHARE if device.type == "cuda" else CPU_MEMORY_SHARE))
+        share = CUDA_MEMORY_SHARE if device.type == "cuda" else CPU_MEMORY_SHARE
+        if room.kept:
+            asks = f"a KV pool of {max_model_len} tokens (in {share:.0%} of the memory left to it)"
+            room.require(int(full_context * page_bytes / share), asks)
+        memory = int(room.for_pages * share)
         num_pages = max_num_seqs * full_context
         # Without attention, pages take nothing, and bound nothing but the length of a request.
         if page_bytes:
@@ -187,6 +196,47 @@ def pool_pages(
             f"{_smaller_pages(page_size, kv_cache_tokens, max_model_len, device)}."
         )
     return num_pages
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The memory for a pool, and what its requests keep there besides pages."""
+
+    free: int
+    max_num_seqs: int
+    request_bytes: int
+    """Of a request besides its pages, in all layers."""
+    state_bytes: int
+    """Of these, the states of recurrent layers."""
+    device: torch.device
+
+    @property
+    def kept(self) -> int:
+        """For all rows; the last one is for padding."""
+        return (self.max_num_seqs + 1) * self.request_bytes
+
+    @property
+    def for_pages(self) -> int:
+        return self.free - self.kept
+
+    def require(self, page_bytes: int, why: str) -> None:
+        """UserError if pages of so many bytes do not fit beside what requests keep.
+
+        why: what asks for the pages
+        """
+        if page_bytes <= self.for_pages:
+            return
+        kept, fewer = "", 0
+        if self.request_bytes:
+            what = "the states of recurrent layers" if self.state_bytes else "what is stored besides pages"
+            kept = f", of which {what} take {self.request_bytes / 2**20:.2f} MiB a request"
+            fewer = (self.free - page_bytes) // self.request_bytes - 1
+        some = f"at most {fewer} requests at once" if fewer > 0 else "fewer requests at once"
+        raise UserError(
+            f"{why} for {flag('max_num_seqs')} {self.max_num_seqs} takes "
+            f"{(page_bytes + self.kept) / 2**30:.1f} GiB of {self.device.type} memory{kept}; "
+            f"{self.free / 2**30:.1f} GiB are free. Serve {some}, or shorter ones."
+        )
 
 
 def stored_bytes(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import re
 
 import pytest
 import torch
@@ -209,6 +210,25 @@ def test_the_pool_counts_states(monkeypatch):
 
     page = form.bytes_per_page(layers.attention[2].shape, 16)
     assert pages(layers.state_bytes) == ((1 << 20) - 64 * layers.state_bytes) // 4 // page < pages(0)
+
+
+@pytest.mark.parametrize(("kind", "pool"), [("qwen3_5_text", 512), ("qwen3_5_text", None), ("mamba2", None)])
+def test_states_without_room_are_refused_with_how_many_requests_fit(monkeypatch, kind, pool):
+    layers, cpu = served_layers(copy.deepcopy(source(kind))), torch.device("cpu")
+    monkeypatch.setattr(kv_pool, "free_memory", lambda device: 8 << 20)
+
+    def pages(max_num_seqs: int) -> int:
+        options = EngineOptions(device="cpu", max_num_seqs=max_num_seqs, kv_cache_tokens=pool)
+        return kv_pool.pages_asked(layers, options, 256, cpu)
+
+    with pytest.raises(
+        UserError, match=r"takes .* GiB of cpu memory, of which the states .* a request"
+    ) as said:
+        pages(1 << 20)
+    most = int(re.search(r"at most (\d+) requests", said.value.message)[1])
+    assert pages(most) > 0
+    with pytest.raises(UserError, match=f"at most {most} requests"):
+        pages(most + 1)
 
 
 def test_an_unknown_state_is_refused_by_name(monkeypatch):
