@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.adapters.vllm import VLLM
+from ...serving_check.engine.options import EngineOptions
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..model_loader.contradictions import refuse_contradictions
@@ -27,7 +29,7 @@ from ..records.engine_commands import VLLM_FAILS
 from ..records.recipe import Recipe
 from ..records.recipe_file import is_recipe, load_recipe
 from ..validation.given_text import read_given
-from ..validation.gpu_memory import GIB, plan_memory, served_bytes
+from ..validation.gpu_memory import GIB, Side, own_pool_bytes, plan_memory, served_bytes
 from ..validation.held_out import window_for
 from ..validation.rival import rival_folder
 from ..validation.run import require_context
@@ -187,9 +189,29 @@ def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantize
         wanted = [("baseline", engine, baseline, options)]
         plan_memory(sides_of(wanted, request.placement), request.placement)
         return
-    needed, free = served_bytes(baseline) + quantized, psutil.virtual_memory().available
-    if needed > free:
+    weights, free = served_bytes(baseline) + quantized, psutil.virtual_memory().available
+    if weights > free:
         raise UserError(
-            f"no room: the servers hold at least {needed / GIB:.1f} GiB of weights at the same time, and "
+            f"no room: the servers hold at least {weights / GIB:.1f} GiB of weights at the same time, and "
             f"{free / GIB:.1f} GiB of memory are free; end what else runs here, or use another machine"
         )
+    pool = _pool_bytes(baseline, engine, options)
+    if weights + pool > free:
+        raise UserError(
+            f"no room: beside {weights / GIB:.1f} GiB of weights a server keeps {pool / GIB:.1f} GiB of "
+            f"keys, values and states for {options.max_num_seqs} requests, and {free / GIB:.1f} GiB of "
+            "memory are free; use a smaller --m or --input-len, end what else runs here, or use another "
+            "machine"
+        )
+
+
+def _pool_bytes(baseline: Checkpoint, engine: str, options: EngineOptions) -> int:
+    """Bytes of the pool of the baseline's server on a CPU; 0 if that is not known."""
+    if not engine_named(engine).packs_with_layouts:
+        return 0
+    try:
+        return own_pool_bytes(Side("baseline", engine, baseline, options))
+    except Exception as error:
+        # What cannot be run on the meta device may run on another: the server will say.
+        logger.debug(f"the pool of {baseline.source} is not known beforehand: {error}")
+        return 0

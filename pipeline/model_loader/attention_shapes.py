@@ -41,16 +41,31 @@ def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: 
     )
 
 
+def layers_with_states_of(checkpoint: Checkpoint) -> ServedLayers | None:
+    """What its layers keep if some of them are recurrent and keep a state; None if none is.
+
+    UserError if that is not known.
+    """
+    model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
+    if not any(keeps_a_state(module) for module in model.modules()):
+        return None
+    try:
+        return served_layers_of(checkpoint, None, torch.device("cpu"))
+    except UserError:
+        raise
+    except Exception as error:
+        # What cannot be run on the meta device may run on another.
+        raise UserError(f"{type(error).__name__}: {error}") from error
+
+
 def state_bytes_of(checkpoint: Checkpoint) -> int | None:
     """Bytes that recurrent layers keep of each request: 0 without such layers, None if not known."""
     try:
-        model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
-        if not any(keeps_a_state(module) for module in model.modules()):
-            return 0
-        return served_layers_of(checkpoint, None, torch.device("cpu")).state_bytes
+        layers = layers_with_states_of(checkpoint)
     except UserError as error:
         logger.debug(f"the state of {checkpoint.source} is not known: {error}")
         return None
+    return 0 if layers is None else layers.state_bytes
 
 
 def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -> None:

@@ -6,11 +6,12 @@ Computed from the sizes of their weights and of the load; nothing is started her
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...base.errors import UserError
+from ...base.log import logger
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.kv.layer import KVShape
 from ...serving_check.adapters.all_engines import engine_named
@@ -22,6 +23,9 @@ from ..checkpoints.decoded_tensors import DecodedTensor
 from ..conventions.declared import stored_weights
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype
+
+if TYPE_CHECKING:
+    from ...serving_check.engine.attention import ServedLayers
 
 SHARE_OF_FREE = 0.92
 """Of the memory that is free, for all servers on a GPU together."""
@@ -153,25 +157,42 @@ def _needed_bytes(side: Side, placement: Placement, stored: float) -> float:
 
 def kv_cache_bytes(side: Side, placement: Placement) -> float:
     """Bytes on each of its GPUs for the keys and values of the load, in the format in which they are
-    stored.
+    stored, and for the states of recurrent layers.
     """
     if engine_named(side.engine).packs_with_layouts:
-        return _own_pool_bytes(side)
+        return own_pool_bytes(side)
     tokens, config = side.options.kv_cache_tokens or 0, side.checkpoint.config
+    per_token, state = kv_bytes_per_token(config), 0
+    if (layers := _layers_with_states(side.checkpoint)) is not None:
+        shapes = [layer.shape for layer in layers.attention.values()]
+        per_token = sum(2 * shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        state = (side.options.max_num_seqs + 1) * layers.state_bytes
     parts = placement.pipeline_parallel_size * min(placement.tensor_parallel_size, kv_heads(config))
     share = _share_of_16_bits(side.options.kv_cache_dtype)
-    return KV_FACTOR * share * tokens * kv_bytes_per_token(config) / parts
+    return KV_FACTOR * (share * tokens * per_token / parts + state / placement.pipeline_parallel_size)
 
 
-def _own_pool_bytes(side: Side) -> int:
-    """Bytes of our own server's pool: its pages, and the state of each request besides them."""
+def _layers_with_states(checkpoint: Checkpoint) -> "ServedLayers | None":
+    """What its layers keep; None if none of them is recurrent, or if that is not known."""
+    # Imports transformers, which only planning needs.
+    from ..model_loader.attention_shapes import layers_with_states_of
+
+    try:
+        return layers_with_states_of(checkpoint)
+    except UserError as error:
+        logger.debug(f"what the layers of {checkpoint.source} keep is not known: {error}")
+        return None
+
+
+def own_pool_bytes(side: Side) -> int:
+    """Bytes of our own server's pool: its pages, and the states and all else that requests keep besides."""
     # They import transformers, which only planning needs.
     from ...serving_check.engine.kv_pool import stored_bytes
     from ..model_loader.attention_shapes import served_layers_of
 
     options = side.options
     kv_format = KV_FORMATS[kv_cache_of(side.checkpoint, options.kv_cache_dtype).kv_format]
-    device = torch.device("cuda")
+    device = torch.device("cuda" if side.devices else "cpu")
     layers = served_layers_of(side.checkpoint, resolve_dtype(options.dtype), device)
     page_size = options.page_size or kv_format.page_size(device)
     page_bytes, row_bytes = stored_bytes(layers.attention, kv_format, page_size)

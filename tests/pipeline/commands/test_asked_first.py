@@ -72,6 +72,17 @@ def test_little_memory(asking: Callable[..., Any], monkeypatch: pytest.MonkeyPat
         asking()
 
 
+def test_little_memory_beside_the_weights(
+    asking: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both servers' weights take less than this, and 32 requests more: 512 bytes for each token.
+    available = 4 * WEIGHTS
+    assert available < 32 * 512 * 128
+    monkeypatch.setattr(asked_first.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    with pytest.raises(UserError, match=r"keeps .* GiB of keys, values and states for 32 requests"):
+        asking()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -15,6 +15,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.validation.gpu_memory import (
     BESIDE,
     GIB,
+    KV_FACTOR,
     SHARE_OF_FREE,
     Side,
     kv_bytes_per_token,
@@ -155,6 +156,36 @@ def test_an_engine_that_is_told_a_smaller_kv_format_needs_less(example_checkpoin
     [plain, _] = sides(example_checkpoint, placement)
     fp8 = replace(plain, options=replace(plain.options, kv_cache_dtype="fp8"))
     assert kv_cache_bytes(fp8, placement) == kv_cache_bytes(plain, placement) / 2
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers with a gated delta rule to one that attends, as in Qwen3-Next."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    attention = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}
+    types = [*["linear_attention"] * 3, "full_attention"]
+    linear = {f"linear_num_{of}_heads": 4 for of in ("key", "value")}
+    linear |= {f"linear_{of}_head_dim": 32 for of in ("key", "value")}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, **attention, **linear, layer_types=types)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_states_count_for_each_request_and_keys_and_values_for_layers_that_attend(hybrid: Path, engine: str):
+    [side, _] = sides(hybrid, Placement(), engine)
+    # Per layer four heads of 32 x 32 in float32, and the last 3 inputs of 3 * 4 * 32 channels in bfloat16.
+    states = 3 * (4 * 32 * 32 * 4 + 3 * 3 * 4 * 32 * 2)
+    attention = 2 * 2 * 16 * 2
+
+    def stored(tokens: int, requests: int) -> float:
+        options = replace(side.options, kv_cache_tokens=tokens, max_num_seqs=requests)
+        return kv_cache_bytes(replace(side, options=options), Placement())
+
+    factor = KV_FACTOR if engine == "vllm" else 1.0
+    assert stored(1 << 20, 64) - stored(1 << 20, 32) == pytest.approx(factor * 32 * states)
+    assert stored(1 << 20, 64) - stored(1 << 19, 64) == pytest.approx(factor * (1 << 19) * attention)
 
 
 def test_only_engines_that_measure_free_memory_wait_for_one_another(example_checkpoint: Path):
