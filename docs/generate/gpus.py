@@ -7,7 +7,7 @@ import sys
 from unittest.mock import patch
 
 import torch
-from scalegate.layouts.choosing.tried import tried
+from scalegate.layouts.choosing.tried import MARKS, tried
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import AnyLayout, Experts, ExpertsLayout, Problem
@@ -23,7 +23,6 @@ GPUS = {
 }
 SHAPE = (4096, 4096)
 EXPERTS = Experts(128, 8)
-MARKS: dict[str | None, str] = {"run through translation": "‡", "compiled only": "†"}
 
 
 def table() -> str:

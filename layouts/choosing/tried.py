@@ -8,9 +8,13 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from ..packing.all_layouts import LAYOUTS
 from ..packing.layout import AnyLayout
+from .plan import LayoutPlan
 
 Tried = Literal["run", "run through translation", "compiled only"]
+MARKS: dict[Tried | None, str] = {"compiled only": "†", "run through translation": "‡"}
+"""Behind a layout's name in tables, if we never ran its kernel on such a GPU."""
 
 
 @runtime_checkable
@@ -42,6 +46,12 @@ def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
 def tried_on(layout: AnyLayout, device: torch.device) -> Tried | None:
     """How the layout's kernel was tried on GPUs like `device`; None on a CPU."""
     return tried(layout, torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+def tried_of(plan: LayoutPlan, device: torch.device) -> dict[str, Tried]:
+    """The same for each layout of ours that a plan has measurements of."""
+    measured = dict.fromkeys(name for choice in plan.choices for name in choice.measured_layouts)
+    return {name: how for name in measured if (how := tried_on(LAYOUTS[name], device)) is not None}
 
 
 def remark(layout: AnyLayout, device: torch.device) -> str:

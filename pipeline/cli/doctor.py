@@ -9,6 +9,7 @@ import click
 
 from ...base.installed import NOT_INSTALLED
 from ...base.log import is_verbose
+from ...layouts.choosing.tried import MARKS
 from ..commands.doctor import Device, Diagnosis, HubLogin, LayoutChoice, LayoutState, doctor
 
 GB = 1e9
@@ -23,12 +24,15 @@ ON_SCREEN = ("torch", "triton", "transformers")
 def command(as_json: bool) -> None:
     """Show what this machine can run and what to install for the rest. Sends no request.
 
-    For each weight format, the table names the layout that serves it here. "1.83× (0.62×)" means: on average
+    For each weight format, the table names the layout that serves it here. "1.83 (0.62)" means: on average
     1.83 times as fast as bf16, and 0.62 times at the worst shape and batch size. The figures are those that
-    `pipeline layout` or `pipeline release` measured on this machine; "not measured" means there are none. For
+    `pipeline layout` or `pipeline release` measured on this machine; "unmeasured" means there are none. For
     experts, "per expert" means that the same layout multiplies one expert after another.
 
-    --verbose adds all versions, and for every layout the reason why it refuses a format.
+    The Scalegate developers never ran a marked kernel on such a GPU: they compiled it for that GPU only (†),
+    or ran its code on a newer GPU, which translated it (‡).
+
+    --verbose adds all versions, and for every layout how its kernel was tried and why it refuses a format.
 
     \b
     Examples:
@@ -99,24 +103,32 @@ def _weights(device: Device, choices: Iterable[LayoutChoice]) -> Iterator[str]:
     first = device.kind.partition(",")[0]
     here = [choice for choice in choices if choice.device == first]
     experts = {choice.problem: choice for choice in here if choice.experts}
-    rows = [(f"weights on {device.kind}", "layout", "bf16 = 1.00×", "layout of experts")]
+    rows = [(f"weights on {device.kind}", "layout", "bf16 = 1.00", "layout of experts")]
     rows += [
-        (choice.problem, choice.layout or "none", _speed(choice), _experts(experts[choice.problem], choice))
+        (choice.problem, _layout(choice), _speed(choice), _experts(experts[choice.problem], choice))
         for choice in here
         if not choice.experts
     ]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     for row in rows:
         yield "".join(f"{word:{width}}" for word, width in zip(row, widths, strict=True)).rstrip()
+    notes = [f"{mark} {how}" for how, mark in MARKS.items() if how in {choice.tried for choice in here}]
+    legend = ", ".join(notes)
     if not any(choice.shapes for choice in here):
-        yield "to measure speeds: pipeline layout MODEL"
+        yield f"{legend}{'; ' if legend else 'to measure '}speeds: pipeline layout MODEL"
+    elif legend:
+        yield legend
+
+
+def _layout(choice: LayoutChoice) -> str:
+    return f"{choice.layout or 'none'}{MARKS.get(choice.tried, '')}"
 
 
 def _speed(choice: LayoutChoice) -> str:
-    """`2.13× (0.98×)`: the mean and the lowest."""
+    """`2.13 (0.98)`: the mean and the lowest."""
     if choice.speed is None or choice.least_speed is None:
-        return "slow" if choice.is_slow else "not measured"
-    return f"{choice.speed:.2f}× ({choice.least_speed:.2f}×)" if choice.shapes else f"{choice.speed:.2f}×"
+        return "slow" if choice.is_slow else "unmeasured"
+    return f"{choice.speed:.2f} ({choice.least_speed:.2f})" if choice.shapes else f"{choice.speed:.2f}"
 
 
 def _experts(choice: LayoutChoice, dense: LayoutChoice) -> str:
@@ -124,9 +136,9 @@ def _experts(choice: LayoutChoice, dense: LayoutChoice) -> str:
     # Imports torch, which `doctor` has needed before.
     from ...layouts.packing.per_expert import SUFFIX
 
-    layout = "per expert" if choice.layout == f"{dense.layout}{SUFFIX}" else choice.layout or "none"
+    layout = "per expert" if choice.layout == f"{dense.layout}{SUFFIX}" else _layout(choice)
     if choice.shapes and choice.speed is not None:
-        return f"{layout} {choice.speed:.2f}×"
+        return f"{layout} {choice.speed:.2f}"
     return f"{layout} slow" if choice.is_slow else layout
 
 
@@ -158,7 +170,7 @@ def _details(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _serves(states: list[LayoutState]) -> str:
-    """Reasons for refusing formats, each said once: `INT4 g128; not NVFP4: reads INT4 only`."""
+    """Reasons for refusing formats, each said once: `yes (run): INT4 g128; not NVFP4: reads INT4 only`."""
     served = [state.problem for state in states if state.refusal is None]
     reasons: dict[str, list[str]] = {}
     for state in states:
@@ -167,4 +179,5 @@ def _serves(states: list[LayoutState]) -> str:
     if not served and len(reasons) == 1:
         return f"no: {next(iter(reasons))}"
     refused = [f"not {', '.join(problems)}: {reason}" for reason, problems in reasons.items()]
-    return "; ".join([f"yes: {', '.join(served)}"] * bool(served) + refused)
+    how = next((f" ({state.tried})" for state in states if state.tried), "")
+    return "; ".join([f"yes{how}: {', '.join(served)}"] * bool(served) + refused)

@@ -92,10 +92,10 @@ def command(
         revision=revision,
     )
     if as_json:
-        more = {"stored": result.stored, "kv_pays": pays(result.plan)}
+        more = {"stored": result.stored, "kv_pays": pays(result.plan), "tried": result.tried}
         click.echo(json.dumps(result.plan.to_json() | more, indent=2))
         logger.info(result.note)
     else:
-        tables = [layout_table(result.plan) if result.plan.choices else "", kv_table(result.plan)]
-        click.echo("\n\n".join(filter(None, tables)))
+        weights = layout_table(result.plan, result.tried) if result.plan.choices else ""
+        click.echo("\n\n".join(filter(None, (weights, kv_table(result.plan)))))
         click.echo(f"\n{result.note}")

@@ -22,6 +22,7 @@ from ...base.installed import installed_version
 from ...layouts.choosing.choose import pick
 from ...layouts.choosing.measurement_cache import cached_shapes
 from ...layouts.choosing.plan import ShapeChoice, device_name
+from ...layouts.choosing.tried import Tried, tried_on
 from ...layouts.formats.all_formats import WEIGHT_FORMATS
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import WeightFormat
@@ -82,6 +83,8 @@ class LayoutState:
     refusal: str | None
     experts: bool
     """Whether it is a layout of experts; another one serves dense layers."""
+    tried: Tried | None
+    """How we tried its kernel on such a GPU; None if it is not ours, and on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class LayoutChoice:
     """As a multiple of the bf16 product's, the geometric mean over shapes and M; None if not measured."""
     least_speed: float | None
     """At the shape and M where it is slowest."""
+    tried: Tried | None
+    """Of the layout, as in `LayoutState`."""
 
     @property
     def is_slow(self) -> bool:
@@ -204,8 +209,9 @@ def _layouts(device: torch.device) -> list[LayoutState]:
         for spec in _specs():
             problem = Problem(spec, *PROBE_SHAPE, PROBE_DTYPE, device, experts)
             refusal = layout.refuses(problem)
+            how = tried_on(layout, device)
             states.append(
-                LayoutState(name, layout.kernel, str(device), spec.key, refusal, experts is not None)
+                LayoutState(name, layout.kernel, str(device), spec.key, refusal, experts is not None, how)
             )
     return states
 
@@ -257,7 +263,8 @@ def _choice(
         layout = Counter(shape.layout for shape in shapes).most_common(1)[0][0]
     mean = math.exp(sum(map(math.log, speeds)) / len(speeds)) if speeds else None
     least = min(speeds, default=None)
-    return LayoutChoice(str(device), spec.key, experts, layout, len(shapes), mean, least)
+    how = None if layout is None else tried_on(LAYOUTS[layout], device)
+    return LayoutChoice(str(device), spec.key, experts, layout, len(shapes), mean, least, how)
 
 
 def _existing(path: Path) -> Path:

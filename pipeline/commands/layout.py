@@ -14,6 +14,7 @@ from ...base.errors import UserError
 from ...base.installed import kernel_versions
 from ...layouts.choosing.choose import choose, forced_for, ms_to_measure
 from ...layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name
+from ...layouts.choosing.tried import Tried, tried_of
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Problem
@@ -42,6 +43,8 @@ class LayoutResult:
     """False if there is no `scalegate.json` to write it into."""
     note: str
     """What became of the plan and of a verdict, in a sentence."""
+    tried: dict[str, Tried]
+    """How we tried the kernels of our own layouts of the plan on such a GPU; empty on a CPU."""
 
 
 def layout(
@@ -83,7 +86,8 @@ def layout(
     contexts = _contexts(checkpoint, on, contexts) if kv else ()
     stands = recorded is not None and not fresh and _stands(recorded, to_serve, on, ms, force)
     if recorded is not None and stands and _kv_stands(recorded, contexts, ms):
-        return LayoutResult(recorded, False, True, "The recorded plan was made on this device and stands.")
+        note = "The recorded plan was made on this device and stands."
+        return LayoutResult(recorded, False, True, note, tried_of(recorded, on))
 
     if recorded is not None and stands:
         plan = recorded
@@ -98,8 +102,8 @@ def layout(
         plan = replace(plan, kv=timed, kv_left_out=left_out)
     if manifest is None:
         note = f"The plan was not stored: {checkpoint.source} has no {MANIFEST_NAME}."
-        return LayoutResult(plan, True, False, note)
-    return LayoutResult(plan, True, True, _store(plan, manifest, checkpoint.folder))
+        return LayoutResult(plan, True, False, note, tried_of(plan, on))
+    return LayoutResult(plan, True, True, _store(plan, manifest, checkpoint.folder), tried_of(plan, on))
 
 
 def _stands(

@@ -3,23 +3,32 @@
 Not for deciding anything: the plan has already decided.
 """
 
+from collections.abc import Mapping
+
 from ...layouts.choosing.choose import LOSS_BOUND
 from ...layouts.choosing.explain import explain_slow_layout
 from ...layouts.choosing.plan import LayoutPlan, Measurement, ShapeChoice
+from ...layouts.choosing.tried import Tried
 
 PICKED, BEST = ">", "*"
 NAME_WIDTH = 22
 CELL_WIDTH = 14
 
 
-def layout_table(plan: LayoutPlan) -> str:
-    """The whole plan, one block for each shape, and a word on every shape that is slow."""
+def layout_table(plan: LayoutPlan, tried: Mapping[str, Tried]) -> str:
+    """The whole plan, one block for each shape, and a word on every shape that is slow.
+
+    tried: of our own layouts, how their kernels were tried on such a GPU
+    """
     lines = [
         f"Layouts on {plan.device}: microseconds a product, and speed as a multiple of the unquantized one",
         f"({PICKED} picked, {BEST} quickest at that M)",
     ]
     for choice in plan.choices:
         lines += ["", *_block(choice)]
+    if tried:
+        lines += ["", "How our own kernels were tried on such a GPU before:"]
+        lines += [f"  {name}: {how}" for name, how in tried.items()]
     slow = explain_slow_layout(plan, 1 - LOSS_BOUND)
     if slow:
         lines += ["", "Slower than the unquantized product:"]

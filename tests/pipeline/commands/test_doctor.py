@@ -17,7 +17,9 @@ from click.testing import CliRunner
 from scalegate.layouts.choosing import measurement_cache
 from scalegate.layouts.choosing.measure import ShapeMeasurements
 from scalegate.layouts.choosing.plan import Measurement
+from scalegate.layouts.choosing.tried import MARKS
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.input_format import dynamic_input
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.weight_format import WeightFormat
@@ -30,6 +32,8 @@ from scalegate.pipeline.commands.doctor import doctor
 
 LINES, COLUMNS = 24, 80
 H100, A100 = ("NVIDIA H100 80GB HBM3", (9, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0))
+RTX_4090, RTX_5090 = ("NVIDIA GeForce RTX 4090", (8, 9)), ("NVIDIA GeForce RTX 5090", (12, 0))
+B200 = ("NVIDIA B200", (10, 0))
 CPU, INT4 = torch.device("cpu"), Int4()
 
 
@@ -107,8 +111,8 @@ def test_it_fits_on_one_screen_which_names_what_serves_each_format(empty_cache, 
     assert heading == "weights on cpu"
     specs = [spec.key for _, weight_format in WEIGHT_FORMATS.items() for spec in weight_format.variants()]
     assert list(rows) == sorted(specs)
-    assert rows["int4 g128 zp"] == ["cpu_int4", "not measured", "per expert"]
-    assert rows["unquantized"][:2] == ["torch_linear", "1.00×"]
+    assert rows["int4 g128 zp"] == ["cpu_int4", "unmeasured", "per expert"]
+    assert rows["unquantized"][:2] == ["torch_linear", "1.00"]
     assert "to measure speeds: pipeline layout MODEL" in lines
 
 
@@ -130,7 +134,7 @@ def test_two_gpus_that_are_alike_are_one_line_and_one_table(empty_cache, gpus):
     assert "79.1 of 85.0 GB free each" in " ".join(screen.split())
     [(heading, rows)] = weights(screen).items()
     assert heading == "weights on cuda:0,1"
-    assert rows["int4 g128 zp"] == ["swap_ab", "not measured", "grouped_int4"]
+    assert rows["int4 g128 zp"] == ["swap_ab", "unmeasured", "grouped_int4"]
     assert "torch for a GPU" not in screen
     assert {state["device"] for state in told()["layouts"]} == {"cpu", "cuda:0", "cuda:1"}
 
@@ -139,19 +143,59 @@ def test_two_gpus_that_differ_have_a_table_each(empty_cache, gpus):
     gpus(H100, A100)
     tables = weights(output())
     assert tables["weights on cuda:0"]["int4 g128 zp"][0] == "swap_ab"
-    assert tables["weights on cuda:1"]["int4 g128 zp"][0] == "tinygemm"
+    assert tables["weights on cuda:1"]["int4 g128 zp"][0] == "int4_portable‡"
 
 
 def test_where_hopper_kernels_refuse_the_screen_says_what_is_slow_and_what_to_install(empty_cache, gpus):
     gpus(A100)
     screen = output()
     rows = weights(screen)["weights on cuda:0"]
-    assert rows["int4 g128 zp"] == ["tinygemm", "not measured", "grouped_int4"]
-    assert rows["nvfp4"] == ["dequantize", "slow", "grouped_nvfp4"]
-    assert rows["iq2-xxs"] == ["dequantize", "slow", "grouped_dequantize slow"]
+    assert rows["int4 g128 zp"] == ["int4_portable‡", "unmeasured", "grouped_int4†"]
+    assert rows["nvfp4"] == ["nvfp4_portable‡", "unmeasured", "grouped_nvfp4†"]
+    assert rows["iq2-xxs"] == ["dequantize", "slow", "grouped_dequantize† slow"]
     assert "needs compute capability 9.0" in output("--verbose")
     if doctor_module.installed_version("gemlite") is None:
         assert "gemlite" in next(line for line in screen.splitlines() if line.startswith("to do more"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "int4", "experts"),
+    [
+        (H100, "run", "run"),
+        (A100, "run through translation", "compiled only"),
+        (RTX_4090, "run through translation", "compiled only"),
+        (B200, "compiled only", "compiled only"),
+        (RTX_5090, "compiled only", "compiled only"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_it_says_how_our_kernels_were_tried_on_such_a_gpu(empty_cache, gpus, gpu, int4: str, experts: str):
+    gpus(gpu)
+    screen, verbose = output(), output("--verbose")
+    lines = screen.splitlines()
+    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+    rows = weights(screen)["weights on cuda:0"]
+    for how, cell in ((int4, rows["int4 g128 zp"][0]), (experts, rows["int4 g128 zp"][2])):
+        mark = MARKS.get(how, "")
+        assert cell.endswith(mark) and cell.rstrip("†‡") + mark == cell
+        assert (f"{mark} {how}" in screen) == (how != "run")
+    assert re.search(rf"cuda:0 +int4_portable +yes \({int4}\): int4 g128", verbose)
+    assert re.search(r"cuda:0 +tinygemm +yes: int4 g128", verbose)
+    states = {state["layout"]: state for state in told()["layouts"] if state["device"] == "cuda:0"}
+    assert (states["grouped_int4"]["tried"], states["tinygemm"]["tried"]) == (experts, None)
+
+
+def test_a_measured_table_with_the_longest_names_fits(empty_cache, gpus, monkeypatch):
+    gpus(A100)
+    monkeypatch.setattr(measurement_cache, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(f"{__name__}.CPU", torch.device("cuda", 0))
+    keep({"gpu_dequantized": [1.0, 0.5]}, spec=FP8("row"))
+    keep({"grouped_dequantize": [0.5, 0.4]}, spec=FP8("row"), experts=Experts(8, 2))
+    screen = output()
+    assert weights(screen)["weights on cuda:0"]["fp8 row"] == [
+        "gpu_dequantized", "0.71 (0.50)", "grouped_dequantize† 0.45"
+    ]  # fmt: skip
+    assert max(map(len, screen.splitlines())) <= COLUMNS and "† compiled only" in screen
 
 
 def test_what_no_layout_serves_is_said(empty_cache, gpus):
@@ -167,7 +211,7 @@ def test_measured_speeds_are_shown_with_the_layout_that_they_choose(empty_cache,
     keep({"cpu_int4": [0.5, 0.6], "dequantize": [2.0, 2.0]}, n=1024)
     keep({"cpu_int4_per_expert": [3.0, 3.0]}, experts=Experts(8, 2))
     cells = weights(output())["weights on cpu"]["int4 g128 zp"]
-    assert cells == ["dequantize", "2.00× (1.00×)", "cpu_int4_per_expert 3.00×"]
+    assert cells == ["dequantize", "2.00 (1.00)", "cpu_int4_per_expert 3.00"]
     dense = {choice.problem: choice for choice in doctor().choices if not choice.experts}
     choice = dense["int4 g128 zp"]
     assert (choice.layout, choice.shapes, choice.least_speed) == ("dequantize", 2, 1.0)

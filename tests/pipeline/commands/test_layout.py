@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from scalegate.base.errors import UserError
 from scalegate.layouts.choosing import choose as choose_module
 from scalegate.layouts.choosing.measure import measure
-from scalegate.layouts.choosing.plan import LayoutPlan
+from scalegate.layouts.choosing.plan import LayoutPlan, Measurement, ShapeChoice
 from scalegate.layouts.choosing.timing import TimingBudget
+from scalegate.layouts.choosing.tried import tried_of
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Layout, PackedWeight
 from scalegate.pipeline.cli.main import main
@@ -134,7 +135,8 @@ def test_a_forced_layout_serves_and_the_table_says_what_is_better(artifact, monk
     monkeypatch.setitem(LAYOUTS._entries, "cpu_int4_float32", Slowed(LAYOUTS["cpu_int4_float32"]))
     result = layout(artifact, ms=(8,), force="cpu_int4_float32", progress=False)
     assert all(choice.forced for choice in result.plan.choices)
-    table = layout_table(result.plan)
+    table = layout_table(result.plan, result.tried)
+    assert result.tried == {} and "such a GPU" not in table
     assert "> cpu_int4_float32" in table
     assert "_weight_int4pack_mm_for_cpu (float32)" in table
     assert " would have passed" in table or " is nearest to it" in table
@@ -144,6 +146,17 @@ def test_a_forced_layout_serves_and_the_table_says_what_is_better(artifact, monk
     chosen = {choice.layout for choice in laid_again.plan.choices}
     assert "cpu_int4_float32" not in chosen
     assert set(load_model(artifact, progress=False).layouts.values()) == chosen
+
+
+def test_the_table_says_how_our_kernels_were_tried_on_such_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    names = ("int4_portable", "tinygemm")
+    measured = tuple(Measurement(name, "kernel", 1, 10.0, 20.0) for name in names)
+    choice = ShapeChoice("int4 g128 zp 512x256 bfloat16", names[0], ("q_proj",), measured)
+    plan = LayoutPlan("an RTX 4090", {}, (choice,))
+    tried = tried_of(plan, torch.device("cuda", 0))
+    assert tried == {"int4_portable": "run through translation"}
+    assert "  int4_portable: run through translation" in layout_table(plan, tried).splitlines()
 
 
 def test_a_checkpoint_that_is_not_ours_is_measured_and_left_alone(artifact):
