@@ -21,9 +21,10 @@ FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "serving_check", "pipelin
 ROOMS = {
     "base": [INIT, "errors", REST, "plugins", "registry"],
     "kernels": [
-        INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul", "cpu",
+        INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul",
+        "split_k", "cpu",
         "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "experts",
-        "portable",
+        "portable", "fp8",
     ],
     "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ..experts.packed import ExpertsDecoder, load_scales
+from ..split_k import ends_last, partials_of, sum_of_splits
 from ..triton_imports import tl, triton
 from .tiles import MAX_SPLIT_ROWS, STEP_COLUMNS, TILE_ROWS, Tile, splits_of, tile_for
 
@@ -156,17 +157,10 @@ def portable_kernel(
             K, rows, plane_tiles, DECODER, FORM,
         )  # fmt: skip
         if FORM.split_k:
-            within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-            scratch = partials + tile.to(tl.int64) * splits * (BN * BM) + within
-            tl.store(scratch + split * (BN * BM), sums)
-            tl.debug_barrier()
-            ended = tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
-            if ended == splits - 1:
-                total = tl.zeros([BN, BM], tl.float32)
-                for index in range(splits):
-                    total += tl.load(scratch + index * (BN * BM), cache_modifier=".cg")
+            at = partials_of(partials, tile, splits, BN, BM)
+            if ends_last(at, sums, semaphores + tile, split, splits, BN, BM):
+                total = sum_of_splits(at, semaphores + tile, splits, BN, BM)
                 _store(y_at, total, factor, in_y)
-                tl.store(semaphores + tile, 0)
         else:
             _store(y_at, sums, factor, in_y)
 

@@ -32,7 +32,8 @@ class E4M3Input:
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., groups] that multiply them."""
         groups = x.float().unflatten(-1, (-1, self.group_size or x.shape[-1]))
-        scale = groups.abs().amax(-1) / E4M3_MAX
+        # Torch multiplies by the reciprocal of a Python number on a GPU, which is another number.
+        scale = groups.abs().amax(-1) / groups.new_full((), E4M3_MAX)
         wide = scale.unsqueeze(-1)
         # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
         codes = torch.where(wide > 0, groups / wide, 0.0).clamp(-E4M3_MAX, E4M3_MAX)

@@ -10,18 +10,19 @@ from .dequantize import Dequantize
 from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .emulated import CPU_EMULATED, EMULATED
 from .fixed_rows import FixedRows
-from .gemlite import GemLite
+from .fp8_scaled import FP8_SCALED, FP8_SCALED_INVARIANT
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
-from .humming import Humming
 from .int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT
 from .invariant_linear import InvariantLinear
 from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout, Layout
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
+from .peers.gemlite import GemLite
+from .peers.humming import Humming
+from .peers.tinygemm import Tinygemm
 from .per_expert import PerExpert
 from .portable import INT4_PORTABLE, INT8_PORTABLE, NVFP4_PORTABLE
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
-from .tinygemm import Tinygemm
 from .torch_linear import TorchLinear
 
 FOR_A_CPU: tuple[Layout, ...] = (
@@ -39,9 +40,11 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     SWAP_AB,
     NVFP4_SWAP_AB,
     INT8_SWAP_AB,
+    FP8_SCALED,
     SWAP_AB_INVARIANT,
     NVFP4_SWAP_AB_INVARIANT,
     INT8_SWAP_AB_INVARIANT,
+    FP8_SCALED_INVARIANT,
     INT4_PORTABLE,
     NVFP4_PORTABLE,
     Tinygemm(),

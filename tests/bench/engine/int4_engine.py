@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scalegate.layouts.formats.int4 import Int4, Int4Weight
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
 from scalegate.layouts.packing.all_layouts import LAYOUTS
@@ -87,8 +88,8 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def quantized(model: PreTrainedModel, layout: str) -> PreTrainedModel:
-    """Every product of the layers with random INT4 weights, packed for `layout`, each shape checked once."""
+def quantized(model: PreTrainedModel, layout: str, spec: WeightFormat = SPEC) -> PreTrainedModel:
+    """Every product of the layers with random weights, packed for `layout`, each shape checked once."""
     packed: dict[nn.Linear, QuantizedLinear] = {}
     checked: set[tuple[int, int]] = set()
     for parent in list(model.model.layers.modules()):
@@ -96,7 +97,7 @@ def quantized(model: PreTrainedModel, layout: str) -> PreTrainedModel:
             if type(linear) is not nn.Linear:
                 continue
             if linear not in packed:  # A merged one is a child of each layer that it stands for.
-                weight = SPEC.random(*linear.weight.shape, linear.weight.device)
+                weight = spec.random(*linear.weight.shape, linear.weight.device)
                 packed[linear] = QuantizedLinear(LAYOUTS[layout].pack(weight, linear.weight.dtype), None)
                 if weight.shape not in checked:
                     checked.add(weight.shape)
@@ -106,10 +107,12 @@ def quantized(model: PreTrainedModel, layout: str) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def check(linear: QuantizedLinear, weight: Int4Weight) -> None:
+def check(linear: QuantizedLinear, weight: Weight) -> None:
+    device = next(iter(weight.tensors().values())).device
     for m in CHECKED_MS:
-        x = torch.randn(m, weight.shape[1], dtype=linear.dtype, device=weight.codes.device)
-        expected = x.float() @ weight.dequantize(torch.float32).T
+        x = torch.randn(m, weight.shape[1], dtype=linear.dtype, device=device)
+        inputs = x.float() if linear.input_format is None else linear.input_format.round(x.float())
+        expected = inputs @ weight.dequantize(torch.float32).T
         error = ((linear(x).float() - expected).norm() / expected.norm()).item()
         if not error <= MAX_ERROR:
             raise RuntimeError(f"{weight.shape}, M={m}: relative error {error:.2e}")

@@ -3,6 +3,7 @@
     python -P tests/bench/kernels/linear.py --model qwen3-8b --out OUT/linear.json
     python -P tests/bench/kernels/linear.py --format nvfp4 --layouts nvfp4_swap_ab,humming
     python -P tests/bench/kernels/linear.py --format int8 --layouts int8_swap_ab,gpu_dequantized
+    python -P tests/bench/kernels/linear.py --format fp8 --layouts fp8_scaled,fp8_scaled_invariant
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -24,13 +25,16 @@ from typing import Any
 import torch
 from scalegate.base.atomic_files import write_json
 from scalegate.layouts.choosing.timing import HOPELESS, TimingBudget, interleaved_microseconds
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8
+from scalegate.layouts.formats.input_format import dynamic_input
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.fp8_scaled import FP8Scaled
 from scalegate.layouts.packing.hopper import HopperLayout
-from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem
+from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem, rounds_inputs
 from scalegate.layouts.packing.portable import PortableLayout
 from scalegate.tests.bench.engine.compile_ahead import Job, compile_ahead, tune_for
 from torch import Tensor
@@ -58,7 +62,10 @@ MAX_ERROR, OTHERS_MAX_ERROR = 4e-3, 1e-2
 """Relative; other people's kernels are compared, not guaranteed."""
 SLOW_FROM = 512
 """A layout more than `HOPELESS` times behind at some M is not timed from here on: that would take minutes."""
-OURS = {"int4": "swap_ab", "int8": "int8_swap_ab", "nvfp4": "nvfp4_swap_ab"}
+OURS = {
+    "int4": "swap_ab", "int8": "int8_swap_ab", "nvfp4": "nvfp4_swap_ab", "fp8": "fp8_scaled",
+    "fp8-block": "fp8_scaled",
+}  # fmt: skip
 """By format, what is compared with the best other."""
 COMPILING_BY_SHAPE, COMPILING_BY_M = "humming", "gemlite"
 """Layouts whose packages compile for each shape, for all M at once; for each M, for all shapes alike."""
@@ -127,7 +134,7 @@ def problem_of(spec: WeightFormat, n: int, k: int, device: torch.device) -> Prob
 
 
 def is_ours(name: str) -> bool:
-    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout)
+    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout | FP8Scaled)
 
 
 @dataclass
@@ -187,7 +194,9 @@ def measure_shape(
     for turn, m in enumerate([ms[0], *ms]):  # the first figures on a cold chip are thrown away
         place = f"{n}x{k} M={m}"
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        expected = x.double() @ exact.T
+        rounding = dynamic_input(spec)
+        inputs = x.float() if rounding is None else rounding.round(x.float())
+        expected = inputs.double() @ exact.T
         calls = {BASELINE: multiply_dense(dense, x)}
         errors = {}
         leave_out = partial(patience.failed, place)
@@ -199,7 +208,8 @@ def measure_shape(
                 continue
             started = time.perf_counter()
             try:
-                errors[name] = checked_error(LAYOUTS[name], copies[0], x, expected)
+                given = x if rounds_inputs(LAYOUTS[name]) else inputs.to(x.dtype)
+                errors[name] = checked_error(LAYOUTS[name], copies[0], given, expected)
             except Exception as error:
                 leave_out(name, error)
                 continue
@@ -303,7 +313,8 @@ def jobs_for(
 def spec_of(arguments: argparse.Namespace) -> WeightFormat:
     if arguments.format == "int4":
         return int4(arguments.group_size, arguments.fractional)
-    return Int8(arguments.group_size) if arguments.format == "int8" else NVFP4()
+    others = {"int8": Int8(arguments.group_size), "nvfp4": NVFP4(), "fp8": FP8(), "fp8-block": FP8(BLOCKS)}
+    return others[arguments.format]
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ of M when an M of that bucket first occurs, so every bucket must be warmed up be
 import torch
 from torch import Tensor
 
-from ...base.installed import installed_package
-from ..formats.int4 import Int4, unpack_nibbles
-from ..formats.weight_format import Weight
-from .int4_affine import int4_of, require_int4
-from .layout import PackedWeight, Problem, Serves
+from ....base.installed import installed_package
+from ...formats.int4 import Int4, unpack_nibbles
+from ...formats.weight_format import Weight
+from ..int4_affine import int4_of, require_int4
+from ..layout import PackedWeight, Problem, Serves
 
 PACKAGE = "gemlite"
 TENSORS = ("codes", "scale", "zero", "meta_scale")

@@ -10,10 +10,10 @@ unquantized product from a small M on (pytorch/ao #3496). It is here for compari
 import torch
 from torch import Tensor
 
-from ..formats.int4 import Int4
-from ..formats.weight_format import Weight
-from .int4_affine import int4_of, pad_rows, refuses_groups, require_int4, scale_and_zero
-from .layout import PackedWeight, Problem, Serves
+from ...formats.int4 import Int4
+from ...formats.weight_format import Weight
+from ..int4_affine import int4_of, pad_rows, refuses_groups, require_int4, scale_and_zero
+from ..layout import PackedWeight, Problem, Serves
 
 ROW_TILE = 8
 K_TILE = 16

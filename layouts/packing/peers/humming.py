@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.installed import installed_package
-from ..formats.int4 import Int4, Int4Weight, pack_nibbles
-from ..formats.nvfp4 import NVFP4, NVFP4Weight
-from ..formats.weight_format import Weight, WeightFormat
-from .int4_affine import require_int4
-from .layout import PackedWeight, Problem, Serves
+from ....base.installed import installed_package
+from ...formats.int4 import Int4, Int4Weight, pack_nibbles
+from ...formats.nvfp4 import NVFP4, NVFP4Weight
+from ...formats.weight_format import Weight, WeightFormat
+from ..int4_affine import require_int4
+from ..layout import PackedWeight, Problem, Serves
 
 PACKAGE = "humming-kernels"
 SERVES = Serves((Int4, NVFP4), "cuda", (torch.bfloat16, torch.float16))

@@ -1,0 +1,86 @@
+"""Rounds activations to E4M3 with scales of their own, as `layouts/formats/e4m3.py` defines it; Triton.
+
+    x       [M, K]    bf16 or fp16, rows contiguous
+    codes   [M, K]    float8_e4m3fn
+    scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by 448
+
+The bits are those of the definition on a CPU: both divisions are rounded as IEEE says. Bytes: 3 M K, all but
+M K of them in L2 if x was just written.
+"""
+
+import torch
+from torch import Tensor
+
+from ..triton_imports import tl, triton
+
+E4M3_MAX = tl.constexpr(448.0)
+MOST_AT_ONCE = 4096
+"""Columns that a CTA holds: it reads a longer row twice, the second time from its cache."""
+FEW_ROWS = 256
+"""Rows up to which CTAs have twice the warps, since a GPU has more multiprocessors than CTAs."""
+GROUP = 128
+GROUPS_AT_ONCE = 32
+
+
+@triton.jit
+def _codes(values, scale):
+    """E4M3 codes of values, which fp32 scales of the same or a broadcast shape multiply."""
+    divisor = tl.where(scale > 0, scale, 1.0)
+    wide = tl.where(scale > 0, tl.div_rn(values, divisor + tl.zeros_like(values)), 0.0)
+    # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
+    return tl.minimum(tl.maximum(wide, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def _scale(largest):
+    return tl.div_rn(largest, tl.zeros_like(largest) + E4M3_MAX)
+
+
+@triton.jit
+def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr):
+    """A CTA for each row, with one scale."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, K, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = tl.load(x + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(values))
+    scale = _scale(tl.max(largest, axis=0))
+    tl.store(scales + row, scale)
+    for first in range(0, K, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = tl.load(x + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+        tl.store(codes + row * K + column, _codes(values, scale), mask=column < K)
+
+
+@triton.jit
+def round_groups_kernel(x, codes, scales, M, groups, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """A CTA for so many consecutive groups, of which a row of x has `groups`."""
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (group < M * groups)[:, None]
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(tl.abs(values), axis=1))
+    tl.store(scales + group % groups * M + group // groups, scale, mask=group < M * groups)
+    tl.store(codes + at, _codes(values, scale[:, None]), mask=inside)
+
+
+def round_rows(x: Tensor, in_groups: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x; shapes as in the file's docstring.
+
+    in_groups: every 128 columns of a row have a scale of their own; else the row has one
+    """
+    m, k = x.shape
+    groups = k // GROUP if in_groups else 1
+    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(groups, m, dtype=torch.float32, device=x.device)
+    if m == 0:
+        return codes, scales
+    if in_groups:
+        ctas = triton.cdiv(m * groups, GROUPS_AT_ONCE)
+        round_groups_kernel[(ctas,)](x, codes, scales, m, groups, GROUPS_AT_ONCE, GROUP, num_warps=8)
+    else:
+        block = min(MOST_AT_ONCE, triton.next_power_of_2(k))
+        warps = max(1, block // (256 if m <= FEW_ROWS else 512))
+        round_rows_kernel[(m,)](x, codes, scales, k, block, num_warps=warps)
+    return codes, scales

@@ -1,0 +1,1 @@
+"""Layouts whose kernels are other packages': torch's tinygemm, GemLite and Humming."""

@@ -1,0 +1,90 @@
+"""The product in E4M3 and the rounding of its inputs, against their definitions; see conftest.py."""
+
+import pytest
+import torch
+from scalegate.kernels.fp8.matmul import matmul
+from scalegate.kernels.fp8.round_rows import round_rows
+from scalegate.kernels.fp8.tiles import MORE_ROWS, Tile, semaphores_of, splits_of
+from scalegate.layouts.formats.e4m3 import PER_BLOCK, PER_TOKEN, E4M3Input
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8, ROW
+from scalegate.tests.rounding_bounds import product_bound
+
+from .test_decode_attention import DEVICE
+
+SMALL = Tile(16, 64, 128, 2, 4)
+
+
+def operand(spec: FP8, n: int, k: int):
+    """Codes [N, K], scales [G, N] and semaphores, and the weight in float64."""
+    torch.manual_seed(n + k)
+    weight = spec.random(n, k, torch.device(DEVICE))
+    semaphores = torch.zeros(semaphores_of(n), dtype=torch.int32, device=DEVICE)
+    truth = weight.dequantize(torch.float64)
+    return (weight.codes, weight.scale.float().t().contiguous(), semaphores), truth
+
+
+def rounding_of(in_groups: bool) -> E4M3Input:
+    return PER_BLOCK if in_groups else PER_TOKEN
+
+
+def rounded(x: torch.Tensor, in_groups: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [M, K] and scales [G, M], by the definition."""
+    codes, scales = rounding_of(in_groups).codes(x)
+    return codes.to(DEVICE), scales.t().contiguous().to(DEVICE)
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("k", [128, 640, 5120])
+def test_inputs_are_rounded_to_the_bits_of_the_definition(k: int, in_groups: bool):
+    """The interpreter casts to E4M3 with no carry into exponents, cuts subnormals off and rounds ties up."""
+    x = torch.randn(5, k).to(torch.float16)
+    x[1], x[2, :2], x[3] = 0, torch.tensor([65504.0, -65504.0]), 6e-8
+    codes, scales = round_rows(x.to(DEVICE), in_groups)
+    wanted, wanted_scales = rounding_of(in_groups).codes(x)
+    assert torch.equal(scales.t().cpu(), wanted_scales)
+    bits, wanted_bits = codes.cpu().view(torch.uint8), wanted.view(torch.uint8)
+    compared = (wanted_bits & 0x07 != 0) & (wanted_bits & 0x78 != 0) | (DEVICE == "cuda")
+    assert compared.float().mean() > 0.5
+    steps = (bits[compared].int() - wanted_bits[compared].int()).abs()
+    assert int(steps.max()) <= (0 if DEVICE == "cuda" else 1)
+    assert (steps == 0).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("scale", [ROW, BLOCKS])
+@pytest.mark.parametrize(("m", "k"), [(1, 2048), (17, 2048), (3, 384)])
+def test_the_product_agrees_with_float64(m: int, k: int, scale: str):
+    n = 60
+    spec = FP8(scale)
+    weight, truth = operand(spec, n, k)
+    x = torch.randn(m, k).to(torch.bfloat16)
+    want = spec.dynamic_input.round(x.float()).double().to(DEVICE) @ truth.T
+    assert k == 384 or splits_of(n, k) > 1
+    codes, scales = rounded(x, scale == BLOCKS)
+    for _ in range(2 if m == 1 else 1):  # the second time shows that the first left no trace
+        y = matmul(codes, scales, *weight, torch.bfloat16, SMALL)
+        assert float((y.double() - want).norm() / want.norm()) < product_bound(torch.bfloat16, k)
+        assert not weight[2].any()
+
+
+def test_the_bits_of_a_row_depend_neither_on_the_rows_beside_it_nor_on_the_tile():
+    n, k = 64, 2048
+    weight, _ = operand(FP8(), n, k)
+    codes, scales = rounded(torch.randn(260, k).to(torch.bfloat16))
+
+    def product(rows: int, tile: Tile | None) -> torch.Tensor:
+        return matmul(codes[:rows], scales[:, :rows].contiguous(), *weight, torch.bfloat16, tile)
+
+    alone = product(1, SMALL)
+    tiles: dict[int, Tile | None] = {20: Tile(16, 128, 128, 2, 4), 260: Tile(128, 64, 128, 2, 4)}
+    if DEVICE == "cuda":
+        tiles |= dict.fromkeys((7, 16, 31, 64, 65, 256, 260))  # the table's
+        tiles[130] = Tile(32, 64, 256, 3, 4)
+    for rows, tile in tiles.items():
+        assert torch.equal(alone, product(rows, tile)[:1]), rows
+    assert not torch.equal(alone, product(2, SMALL)[1:])
+
+
+def test_every_tile_has_a_semaphore():
+    for n in (64, 70, 4096, 151936):
+        tiles = -(-256 // MORE_ROWS.bm) * -(-n // MORE_ROWS.bn)
+        assert max(tiles, -(-n // SMALL.bn)) <= semaphores_of(n)
