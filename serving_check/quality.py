@@ -101,7 +101,7 @@ def compare(
     """Both models on the same windows, with the exact KL divergence at every scored position.
 
     second_half: score only the second half of each window. A model over stored keys and values decodes it, a
-    token at a time, over the keys and values of the first half
+                 token at a time, over the keys and values of the first half
     batch:       number of windows of one length that are computed together
     """
     return comparison_of(

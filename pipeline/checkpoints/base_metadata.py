@@ -1,4 +1,4 @@
-"""What the base model says about itself in its card's front matter: licence, languages, tags and the like.
+"""The metadata in the front matter of the base model's card: licence, languages, tags and the like.
 
 Read once, when an artifact is made, so that a card can be written later with neither the base nor a network.
 """
@@ -17,7 +17,7 @@ CARD_NAME = "README.md"
 MAX_CARD_BYTES = 16 << 20
 MAX_LINE, MAX_LIST = 300, 500
 LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""libyaml's where PyYAML was built with it: front matter may be long."""
+"""The YAML loader; libyaml's, which is faster, if PyYAML was built with it: front matter may be long."""
 CARRIED_FIELDS = (
     "license",
     "license_name",

@@ -20,7 +20,8 @@ MAX_PATH_BYTES = 1 << 16
 
 
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
-    """The checkpoint given, or the one that the artifact says it was made from; without what was left out.
+    """The given checkpoint, or the one that the artifact was made from, without the tensors that its recipe
+    left out.
 
     UserError if it cannot be opened, or is the quantized artifact itself.
     """
@@ -79,7 +80,7 @@ def _are_the_same_bytes(artifact: Checkpoint, baseline: Checkpoint) -> bool:
 def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> str:
     """One sha256 over a checkpoint's config.json and shards, whatever else lies beside them.
 
-    known: records of its files that were taken already; the others are read
+    known: records of files that were hashed already; other files are read
     """
     paths = {
         path.relative_to(checkpoint.folder).as_posix(): path

@@ -82,7 +82,7 @@ class _FourBits:
     k: int
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """Rows [stop - start, K]."""
+        """The decoded rows `start:stop`, [stop - start, K]."""
         first, last = start * self.k, stop * self.k
         packed = self.codes.read().flatten()[first // 2 : last // 2]
         codes = torch.stack((packed >> 4, packed & 0xF), dim=-1).flatten()

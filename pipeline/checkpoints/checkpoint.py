@@ -32,27 +32,27 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 OLD_SECTION = "compression_config"
-"""What compressed-tensors called the quantization section at first."""
+"""The name of the quantization section in old versions of compressed-tensors."""
 DECODERS = {
     MXFP4: decoded_mxfp4,
     GPTQ: decoded_gptq,
     AWQ: decoded_awq,
     BITSANDBYTES: decoded_bitsandbytes,
 }
-"""By `quant_method`, what tells the 16-bit tensors that others stand for."""
+"""For each `quant_method`, the function that decodes its tensors to 16-bit tensors."""
 OTHER_INPUTS = {
     "images": re.compile(r"^(vision|visual|image|vq|perceptual)\w*config$"),
     "sound": re.compile(r"^(audio|speech|sound)\w*config$"),
 }
-"""What the sections of a config that describe a tower are called, by the inputs that it takes."""
+"""For each kind of input, the names of the config sections that describe a tower for it."""
 ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Types of rope that encode positions beyond their training by the longest request, or a server's limit."""
+"""Types of rope whose encoding of long positions depends on the longest request or the server's limit."""
 NO_WEIGHT = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
 """Tensors that are no weights: old rotary caches, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ADAPTER_CONFIG = "adapter_config.json"
 OTHER_WEIGHTS = ("consolidated", "adapter_")
-"""How files begin that hold a checkpoint's weights once more under other names, or changes to them."""
+"""Beginnings of the names of files with the same weights under other names, or with changes to them."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Checkpoint:
     """The Hub commit; None for a folder."""
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    """In file order, shard after shard."""
+    """The tensors by name, in file order, shard after shard."""
     headers: dict[Path, SafetensorsHeader]
     unindexed: tuple[Path, ...] = ()
-    """Those of the shards that the index does not name, such as `mtp.safetensors`; some readers skip them."""
+    """Shards that the index does not name, such as `mtp.safetensors`; some readers skip them."""
     left_out: tuple[str, ...] = ()
-    """Tensors that are in the files and not in `tensors`, since a recipe leaves them out."""
+    """Tensors that are in the files but not in `tensors`, since a recipe leaves them out."""
     as_released: bool = False
-    """Whether it is judged as what another tool releases, though no manifest of ours says so."""
+    """Whether it counts as another tool's quantized release although it has no manifest of ours."""
 
     @property
     def public_name(self) -> str:
@@ -197,7 +197,8 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
 
 def _snapshot_of(folder: Path) -> tuple[str, str] | None:
-    """Hub id and commit of a folder in a Hub cache: `models--ORG--NAME/snapshots/COMMIT`; None for others."""
+    """The Hub id and the commit of a folder in a Hub cache, `models--ORG--NAME/snapshots/COMMIT`; else
+    None."""
     place = folder.absolute()
     commit, snapshots, repository = place.name, place.parent.name, place.parent.parent.name
     if snapshots != "snapshots" or COMMIT.fullmatch(commit) is None:

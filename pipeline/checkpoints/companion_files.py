@@ -26,7 +26,7 @@ KNOWN_PATTERNS = (
     "*preprocessor_config.json", "image_processor_config.json", "hf_quant_config.json",
 )  # fmt: skip
 LICENCES = ("license", "licence", "notice", "copying", "usage", "use_policy", "acceptable_use", "third_party")
-"""How the names of licences and notices begin; what follows is one of these suffixes."""
+"""Beginnings of the names of licences and notices; one of these suffixes follows."""
 LICENCE_SUFFIXES = ("", ".txt", ".md", ".rst", ".html", ".pdf")
 WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -103,7 +103,7 @@ def _is_of_the_weights(name: str) -> bool:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Everything under `folder` that is not a directory, hidden ones left out, links not followed; sorted."""
+    """All files under `folder` except hidden ones, sorted; links are not followed."""
     found: list[str] = []
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

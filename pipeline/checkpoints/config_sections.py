@@ -19,7 +19,7 @@ SIZES = (
     "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 HARMLESS = 1 << 16
-"""A size that builds at once, whatever the weights have."""
+"""A size that is accepted whatever the weights' sizes are: a model of this size is built at once."""
 AGAIN = "download or copy the checkpoint again"
 
 

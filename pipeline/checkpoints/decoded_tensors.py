@@ -13,7 +13,7 @@ from torch import Tensor
 from .safetensors_file import TensorInfo
 
 Decode = Callable[[int, int], Tensor]
-"""Rows of the tensor seen as a matrix: its last dimension by all others."""
+"""Decodes rows `start:stop` of a tensor as a matrix, whose columns are the tensor's last dimension."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class DecodedTensor(TensorInfo):
 
     decode: Decode = lambda start, stop: NotImplemented
     stored_as: str = ""
-    """What the format is called, with its parameters."""
+    """The name of the format, with its parameters."""
     parts: tuple[TensorInfo, ...] = ()
-    """Of codes and scales, what the tensor is made from."""
+    """The tensors of codes and scales that it is made from."""
 
     def read(self) -> Tensor:
         return self.read_rows(0, self.shape[0])

@@ -11,7 +11,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def default_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype the config names; without one, that of the first unquantized tensor; otherwise bf16."""
+    """The config's dtype; if it has none, the dtype of the first unquantized tensor, or else bf16."""
     text = checkpoint.config.get("text_config") or {}
     for section in (checkpoint.config, text):
         name = section.get("dtype") or section.get("torch_dtype")

@@ -12,13 +12,13 @@ from ...base.errors import UserError
 from .hub_access import require_hub_access
 
 IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "onnx/*", "original/*"]
-"""Other formats of the same weights; only safetensors are read."""
+"""Patterns of files that are not downloaded: other formats of the same weights."""
 
 
 def download_checkpoint(
     repo_id: str, revision: str | None, ignored: Sequence[str] = IGNORED_FILES
 ) -> tuple[Path, str]:
-    """`repo_id`'s local snapshot folder and commit; from the cache if there is no network."""
+    """Download `repo_id`; returns its local folder and its commit, from the cache if there is no network."""
     at = f" at revision {revision!r}" if revision else ""
     if not constants.is_offline_mode():
         require_hub_access()

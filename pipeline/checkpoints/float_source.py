@@ -17,7 +17,8 @@ from .safetensors_file import TensorInfo
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Both are multipliers: DeepSeek's and Qwen's name for blocks, everybody's for tensors and channels."""
+"""Suffixes of scales, both multipliers: DeepSeek's and Qwen's for blocks, everybody's for tensors and
+channels."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub")
 
 
@@ -132,7 +133,8 @@ def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many rows and columns share a scale by the config: DeepSeek's key, compressed-tensors', or 128."""
+    """How many rows and columns share a scale, by DeepSeek's or compressed-tensors' key in the config, or
+    else 128."""
     groups = config.get("config_groups") or {}
     structures = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
     for block in (config.get("weight_block_size"), *structures):
@@ -144,7 +146,7 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _spread_scale(
     checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo, start: int, stop: int, expert: int | None
 ) -> Tensor:
-    """The factors of rows `start:stop`, broadcastable over them."""
+    """The scale factors of rows `start:stop`, in a shape that broadcasts over these rows."""
     block_n, block_k = _scale_blocks(checkpoint, info, scale)
     n, k = info.shape[-2], info.shape[-1]
     factors = scale.read().float()

@@ -21,7 +21,7 @@ QWEIGHT = ".qweight"
 WORD = 32
 BITS = (2, 4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word holds each of its eight columns."""
+"""The nibble of a word in which AWQ stores each of its eight columns."""
 ZEROS_AS_THEY_ARE = "gptq_v2"
 
 
@@ -95,7 +95,7 @@ class _Module:
         return weight, tuple(part.name for part in parts)
 
     def groups(self, k: int) -> Tensor:
-        """The group of each input."""
+        """int32 [K]: the group that each input belongs to."""
         if self.g_idx is not None:
             return self.g_idx.read().long()
         return torch.arange(k) // -(-k // self.scales.shape[0])
@@ -109,7 +109,7 @@ class _GPTQDecoder:
     k: int
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """Rows [stop - start, K]."""
+        """The decoded rows `start:stop`, [stop - start, K]."""
         codes = _unpacked(self.module.qweight.read()[:, start:stop], self.bits, 0)
         zeros = _unpacked(self.module.qzeros.read(), self.bits, 1)[:, start:stop] + self.offset
         zeros &= (1 << self.bits) - 1
@@ -128,7 +128,7 @@ class _AWQDecoder:
 
 
 def _unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 words to the codes in them, least significant first, along `dim`."""
+    """Unpack the codes in int32 words, least significant first, along `dim`."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     shape = [1] * (words.dim() + 1)
     shape[dim + 1] = len(shifts)
@@ -142,6 +142,6 @@ def _awq_columns(words: Tensor) -> Tensor:
 
 
 def _weights(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
-    """Codes [K, n], zeros and scales [groups, n] to rows [n, K]."""
+    """The decoded rows [n, K] from codes [K, n], and zeros and scales [groups, n]."""
     values = (codes - zeros[groups]).float() * scales.float()[groups]
     return values.to(scales.dtype).T.contiguous()

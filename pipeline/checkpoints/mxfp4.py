@@ -19,7 +19,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, BYTES = 32, 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
-"""Of the scales' exponents."""
+"""The bias of the scales' exponents."""
 
 
 def decoded_mxfp4(
@@ -50,7 +50,7 @@ def decoded_mxfp4(
 
 
 class _Decoder:
-    """Rows of [E * K, N], of which an expert's are decoded together."""
+    """Decodes rows of a tensor [E * K, N], all rows of an expert together."""
 
     def __init__(self, blocks: TensorInfo, scales: TensorInfo, k: int):
         self.blocks, self.scales, self.k = blocks, scales, k
@@ -63,7 +63,7 @@ class _Decoder:
         return torch.cat(parts)
 
     def _expert(self, expert: int) -> Tensor:
-        """[K, N] in bf16."""
+        """The decoded weight of one expert, [K, N] in bf16."""
         blocks = self.blocks.read_rows(expert, expert + 1)[0]
         scales = self.scales.read_rows(expert, expert + 1)[0]
         codes = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)

@@ -51,7 +51,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     file: Path
     offset: int
-    """Bytes from the beginning of the file."""
+    """The position of the data, in bytes from the beginning of the file."""
     nbytes: int
 
     def read(self) -> Tensor:
@@ -164,7 +164,7 @@ def _number(value: Any) -> int:
 
 
 def _check_extents(path: Path, tensors: dict[str, TensorInfo], data_start: int, size: int) -> None:
-    """The format requires that the tensors fill the file: no hole, no overlap, nothing after the last."""
+    """UserError unless the tensors fill the file without holes and overlaps, as the format requires."""
     position = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != position:

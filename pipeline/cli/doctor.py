@@ -15,7 +15,7 @@ from ..commands.doctor import Device, Diagnosis, HubLogin, LayoutChoice, LayoutS
 GB = 1e9
 WIDTH = 80
 LABEL = 13
-"""Columns before a line's text."""
+"""Width of the label before each line's text, in characters."""
 ON_SCREEN = ("torch", "triton", "transformers")
 
 
@@ -77,7 +77,7 @@ def _labelled(label: str, text: str) -> list[str]:
 
 
 def _alike(devices: Sequence[Device]) -> list[Device]:
-    """Devices of the same name as one, whose memory is the least of them: `cuda:0,1`."""
+    """Devices of the same name as one device, `cuda:0,1`, with the least memory of any of them."""
     groups: dict[tuple[str, str], list[Device]] = {}
     for device in devices:
         groups.setdefault((device.name, device.detail), []).append(device)
@@ -125,7 +125,7 @@ def _layout(choice: LayoutChoice) -> str:
 
 
 def _speed(choice: LayoutChoice) -> str:
-    """`2.13 (0.98)`: the mean and the lowest."""
+    """The mean and the lowest speed as text: `2.13 (0.98)`."""
     if choice.speed is None or choice.least_speed is None:
         return "slow" if choice.is_slow else "unmeasured"
     return f"{choice.speed:.2f} ({choice.least_speed:.2f})" if choice.shapes else f"{choice.speed:.2f}"

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import click
 
 UNUSABLE = 2
-"""Input that the user can put right, or an inconclusive verdict."""
+"""The status for input that the user can correct, and for an inconclusive verdict."""
 UNFORESEEN = 70
-"""A fault of ours, or of the machine (EX_SOFTWARE of sysexits.h)."""
+"""The status for a fault of Scalegate or of the machine (EX_SOFTWARE of sysexits.h)."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""Whoever read our output has stopped (128 + SIGPIPE)."""
+"""The status if the reader of our output has stopped (128 + SIGPIPE)."""
 
 
 def run(command: Callable[[], Any]) -> NoReturn:

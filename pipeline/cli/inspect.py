@@ -11,7 +11,7 @@ from ..commands.inspect import Inspection, inspect
 from ..report.kv_table import pays
 
 SHOWN = 6
-"""Names listed before the rest is only counted."""
+"""How many names are listed; further ones are only counted."""
 
 
 @click.command("inspect")

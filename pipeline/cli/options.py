@@ -32,7 +32,7 @@ class OptionType(click.ParamType):
 
     @property
     def words(self) -> list[str]:
-        """The values that can be named."""
+        """The values that the user can give by name."""
         names = self.field.metadata["choices"] or self.field.metadata["suggestions"]
         return list(names()) if names else []
 
@@ -54,7 +54,8 @@ class OptionType(click.ParamType):
 
 
 class RecipeWord(click.ParamType):
-    """A shipped recipe's name, or a file: which, and whether it holds, is found by who reads it."""
+    """The name of a shipped recipe, or a recipe's file. The reader of the recipe finds out which, and checks
+    it."""
 
     name = "recipe"
 

@@ -91,7 +91,7 @@ def command(
 
 
 def _first_device(context: click.Context, device: str | None, devices: str, dry_run: bool) -> str:
-    """The only device in `devices`. If they are several, the command runs on each, and this one ends."""
+    """The only device in `devices`. If there are several, the command runs on each, and this process ends."""
     from ..quantization.shards.launch import devices_of, run_on
 
     if device not in (None, AUTO):
@@ -141,7 +141,7 @@ def _kv_lines(kv_format: str, text: str | None) -> list[str]:
 
 
 def _words(context: click.Context) -> list[str]:
-    """The command as it was given, but for --devices."""
+    """The words of the command without --devices."""
     words = ["quantize"]
     for parameter in context.command.params:
         value = context.params.get(str(parameter.name))

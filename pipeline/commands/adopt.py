@@ -95,7 +95,7 @@ def _quantization(
 ) -> dict[str, Any]:
     """The manifest's entry for the formats and for each module's error.
 
-    squares: of each module, the sums of the squared error and of the squared weights
+    squares: for each module, the sums of its squared errors and of its squared weights
     """
     tensors = {name for weight in stored.values() for name in weight.tensors}
     weights = sum(math.prod(weight.shape) for weight in stored.values())
@@ -124,7 +124,7 @@ def _quantization(
 
 
 def _relative(error: float, norm: float, name: str) -> float:
-    """Of sums of squares. UserError if a weight is NaN or infinite."""
+    """The relative error from sums of squares. UserError if a weight is NaN or infinite."""
     value = math.sqrt(error / norm) if norm else math.sqrt(error)
     if not math.isfinite(value):
         raise UserError(f"{name}: a weight is NaN or infinite, or the baseline's is; it is not adopted")

@@ -45,9 +45,9 @@ class PlannedFiles:
     """The bytes still to be written, by folder."""
 
     quantized: Mapping[Path, int]
-    """The artifact, and a rival that a recipe makes."""
+    """The bytes of the artifact, and of a rival that a recipe makes."""
     published: Mapping[Path, int]
-    """A target folder's copy."""
+    """The bytes of the copy in a target folder."""
 
 
 def planned_files(
@@ -78,7 +78,7 @@ def planned_files(
 
 
 def _present(folder: Path) -> int:
-    """Bytes of the shards that an interrupted run has left."""
+    """The bytes of the shards that an interrupted run has left."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

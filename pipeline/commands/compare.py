@@ -33,7 +33,7 @@ from ..validation.subject import describe_quantization
 from ..validation.weights import WeightComparison, compare_weights
 
 FAR = 1.0
-"""Relative error of a weight that a zero would be as near to; of an unrelated weight it is about 1.4."""
+"""The relative error of an all-zero weight; an unrelated weight has about 1.4."""
 
 
 def compare(
@@ -47,11 +47,11 @@ def compare(
     card: bool = False,
     progress: bool = True,
 ) -> Comparison:
-    """Hold each of `models` (folders or Hub ids, of any convention we read) against the baseline.
+    """Compare each of `models` (folders or Hub ids, in any convention that we read) with the baseline.
 
     baseline: the unquantized checkpoint; None takes the one that the first model was made from
     text:     held-out text (plain, or .jsonl with `text`); None takes the one that Scalegate brings
-    dtype:    of activations, for all alike
+    dtype:    the dtype of activations, the same for all models
     card:     save the comparison in the first model's folder; its model card then shows it
     """
     warn_if_untested()
@@ -106,7 +106,8 @@ def _require_artifact(first: Checkpoint) -> None:
 
 
 def distinct_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Their public names; if folders share a name, parent folders are added until the names differ."""
+    """The checkpoints' public names; if folders share a name, parent folders are added until the names
+    differ."""
     ways = [
         (each.source,) if each.revision is not None else each.folder.resolve().parts for each in checkpoints
     ]

@@ -56,9 +56,9 @@ INSTALL = {
 }
 CUDA, HUB_TOKEN = "torch for a GPU", "a Hub token"
 PROBE_SHAPE = (4096, 4096)
-"""A layer of an 8 B model: N and K that every layout takes whose kernel runs here at all."""
+"""N and K of a layer of an 8B model, which every layout supports if its kernel runs here."""
 PROBE_EXPERTS = Experts(128, 8)
-"""What a layout of experts is asked with: as many as Qwen3's mixtures have."""
+"""The experts for which layouts are tried: as many as in Qwen3's mixtures."""
 PROBE_DTYPE = torch.bfloat16
 
 
@@ -95,16 +95,17 @@ class LayoutChoice:
     problem: str
     experts: bool
     layout: str | None
-    """The one that most of the measured shapes get; the first that does not refuse if none was measured here.
-    None if every layout refuses."""
+    """The layout that most of the measured shapes get, or, if none was measured here, the first that does not
+    refuse. None if every layout refuses."""
     shapes: int
     """How many shapes were measured here."""
     speed: float | None
-    """As a multiple of the bf16 product's, the geometric mean over shapes and M; None if not measured."""
+    """The speed as a multiple of the bf16 product's, geometric mean over shapes and M; None if not
+    measured."""
     least_speed: float | None
-    """At the shape and M where it is slowest."""
+    """The same at the shape and M at which the layout is slowest."""
     tried: Tried | None
-    """Of the layout, as in `LayoutState`."""
+    """How we tried the layout's kernel, as in `LayoutState`."""
 
     @property
     def is_slow(self) -> bool:
@@ -123,7 +124,7 @@ class Engine:
 class HubLogin:
     endpoint: str
     token: bool
-    """Whether there is one; whether the Hub takes it, `hf auth whoami` asks."""
+    """Whether there is a token. `hf auth whoami` shows whether the Hub accepts it."""
     offline: bool
     cache: str
 
@@ -135,30 +136,30 @@ class Diagnosis:
     platform: str
     devices: list[Device]
     versions: dict[str, str | None]
-    """None for what is not installed."""
+    """The installed version of each package; None if it is not installed."""
     untested: list[UntestedPackage]
-    """Those installed in a version that Scalegate was not tested with."""
+    """Packages installed in a version that Scalegate was not tested with."""
     choices: list[LayoutChoice]
     layouts: list[LayoutState]
     engines: list[Engine]
     kv_formats: list[str]
     conventions: list[str]
-    """Of quantized checkpoints, that it reads."""
+    """The conventions of quantized checkpoints that Scalegate reads."""
     hub: HubLogin
     disk_free_bytes: int
-    """Where the command runs, which is where artifacts go unless told otherwise."""
+    """Free bytes on the disk of the current folder, into which artifacts are written by default."""
     cache_free_bytes: int
     missing: list[str] = field(default_factory=list)
-    """What could be installed, by name."""
+    """The names of packages that could be installed."""
     advice: list[str] = field(default_factory=list)
-    """How to get each of `missing`, and what for."""
+    """How to install each package of `missing`, and what it is for."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def doctor() -> Diagnosis:
-    """Look at this machine."""
+    """The diagnosis of this machine."""
     versions = {name: installed_version(name) for name in PACKAGES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -238,7 +239,7 @@ def _choices(device: torch.device, states: Sequence[LayoutState]) -> list[Layout
 
 
 def _is_of(shape: str, spec: WeightFormat, experts: bool) -> bool:
-    """Whether a shape, in the notation of plans, is one of this format's in bf16."""
+    """Whether a shape, in the notation of plans, belongs to this format and bf16 activations."""
     ending = r" \(.+ experts, .+\)" if experts else ""
     return re.fullmatch(rf"{re.escape(spec.key)} \d+x\d+ bfloat16{ending}", shape) is not None
 

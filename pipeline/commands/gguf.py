@@ -16,7 +16,7 @@ def gguf(
 ) -> GGUFSummary:
     """Write `model`, a folder or a Hub id, to the file `out`. UserError for what llama.cpp could not read.
 
-    matrices: what all are written as but those in IQ2_XXS: `bf16` or `q8_0`
+    matrices: the type of all matrices except those in IQ2_XXS: `bf16` or `q8_0`
     revision: branch, tag or commit of `model`, if it is a Hub id
     """
     return write_gguf(open_checkpoint(model, revision), Path(out), matrices, progress)

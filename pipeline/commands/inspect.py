@@ -25,14 +25,14 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class FormatSummary:
-    """The modules that are stored in one way."""
+    """A summary of the modules that are stored in one format."""
 
     format: str
     modules: int
     weights: int
-    """Numbers that the format stands for: the sum of N·K."""
+    """Number of weights in these modules: the sum of N·K."""
     nbytes: int
-    """Codes, scales, zero points and shapes together."""
+    """Bytes of codes, scales, zero points and shapes together."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -50,15 +50,15 @@ class Inspection:
     kept_modules: list[str]
     """Matrices that are stored unquantized: embeddings, the output projection, routers."""
     kept_nbytes: int
-    """Everything that is not in `formats`, norms and biases included."""
+    """Bytes of all tensors that are not in `formats`, norms and biases included."""
     weight_nbytes: int
     shards: int
     kv_cache: str
-    """How keys and values are stored while it is served, as it declares it."""
+    """The KV format that the checkpoint declares for serving."""
     state_bytes: int | None
-    """What recurrent layers keep of each request while it is served; None where that is not known."""
+    """Bytes that recurrent layers keep for each request in serving; None if it is not known."""
     is_artifact: bool
-    """Whether it has a manifest of ours; the fields below are empty if it has none."""
+    """Whether the checkpoint has a manifest of ours; without one, the fields below are empty."""
     source: str | None = None
     source_revision: str | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -67,9 +67,10 @@ class Inspection:
     layout_plan: dict[str, Any] | None = None
     verdict: Verdict | None = None
     verdict_problem: str | None = None
-    """Why the verdict does not hold for this artifact as it is now; None if it does, or there is none."""
+    """Why the verdict does not hold for the artifact's present files; None if it holds, or if there is
+    none."""
     signature: Signature | None = None
-    """What is known of the verdict's signature; None if there is no verdict."""
+    """The state of the verdict's signature; None if there is no verdict."""
 
     @property
     def quantized_modules(self) -> int:
@@ -84,7 +85,7 @@ class Inspection:
 def inspect(model: str | Path, revision: str | None = None, signers: str | Path | None = None) -> Inspection:
     """Describe `model`, a folder or a Hub id of any convention we read.
 
-    signers: an allowed-signers file to hold the verdict's signature against
+    signers: an allowed-signers file with which the verdict's signature is checked
     """
     folder = Path(model).expanduser()
     try:

@@ -29,7 +29,7 @@ from ..model_loader.load_model import problems
 from ..records.artifact import MANIFEST_NAME, Artifact
 
 CONTEXTS, CUDA_CONTEXTS = (128, 1024, 4096), (128, 1024, 4096, 16384)
-"""The gate's own, prompt and output together, and long ones."""
+"""The default contexts: the length of the gate's requests, prompt and output together, and longer ones."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class LayoutResult:
 
     plan: LayoutPlan
     measured: bool
-    """False if the recorded plan was made on this device for all of this, and stands."""
+    """Whether it was measured now; False if the recorded plan was kept."""
     stored: bool
-    """False if there is no `scalegate.json` to write it into."""
+    """Whether the plan was written; False if there is no `scalegate.json` to write it into."""
     note: str
-    """What became of the plan and of a verdict, in a sentence."""
+    """A sentence that says whether the plan was kept or replaced, and whether a verdict still holds."""
     tried: dict[str, Tried]
-    """How we tried the kernels of our own layouts of the plan on such a GPU; empty on a CPU."""
+    """How we tried the kernels of the plan's layouts that are ours on such a GPU; empty on a CPU."""
 
 
 def layout(
@@ -62,13 +62,13 @@ def layout(
 ) -> LayoutResult:
     """Choose a layout for every distinct shape of `artifact`'s quantized layers, and record the plan.
 
-    artifact: folder or Hub id, of any convention we read; the plan is stored where the folder is an artifact
-    ms:       None takes the gate's for the device
-    force:    one layout for every dense layer, or for all experts where it is one of theirs, whatever the
+    artifact: a folder or a Hub id, in any convention that we read; an artifact gets the plan
+    ms:       the Ms to measure; None takes the gate's Ms for the device
+    force:    one layout for every dense layer, or for all experts if it is a layout of experts, whatever the
               measurements say; they are recorded all the same
-    fresh:    measure again, whatever was measured before
+    fresh:    measure again even if there are earlier measurements
     kv:       time the KV formats as well, at each of `ms`
-    contexts: tokens of a request that they are timed at; None takes the device's own
+    contexts: context lengths in tokens at which KV formats are timed; None takes the device's defaults
     """
     warn_if_untested()
     on = torch.device(resolve_device(device))

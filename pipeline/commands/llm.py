@@ -28,15 +28,15 @@ class Generation:
     """The output for one prompt."""
 
     text: str
-    """Without special tokens; empty if the checkpoint has no tokenizer."""
+    """The text without special tokens; empty if the checkpoint has no tokenizer."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    """`stop` at an end-of-sequence or stop token, which is the last of `token_ids`; `length` otherwise."""
+    """`stop` if the last of `token_ids` is an end-of-sequence or stop token; otherwise `length`."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One for each token where the parameters ask for them, otherwise none."""
+    """The logprobs of each token if the parameters ask for them, otherwise empty."""
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the prompt's tokens from the second on, where the parameters ask for them."""
+    """The logprobs of the prompt's tokens from the second on; None unless the parameters ask for them."""
 
 
 class LLM:
@@ -82,7 +82,7 @@ class LLM:
     ) -> list[Generation]:
         """Continue every prompt, as a text or as token ids; all of them decode together.
 
-        params: one for all prompts, or one for each; None for the checkpoint's own
+        params: parameters for all prompts, or a list with one for each; None takes the checkpoint's own
 
         Returns one result for each prompt, in order; for a single prompt, a list of one.
         """
@@ -116,7 +116,7 @@ class LLM:
         return self._run(prompts, params)
 
     def close(self) -> None:
-        """Let the model and its KV pool go; the object cannot be used after that."""
+        """Free the model and its KV pool; the object cannot be used afterwards."""
         if self._engine is None:
             return
         self._engine.jit_monitor.disarm()
@@ -173,7 +173,7 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts of a call that may have given one alone."""
+    """The prompts as a list, although a call may give a single one."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -80,7 +80,7 @@ def check_card(repo_id: str, card: str) -> None:
 
 
 def _said(verdict: Verdict) -> str:
-    """`pass: …`, of a verdict that may be published."""
+    """The verdict in a few words, `pass: …`, if it may be published."""
     ratios = [point.ratio for point in verdict.curve if point.ratio is not None]
     least = f", at least {min(ratios):.2f} of the baseline's throughput" if ratios else ""
     return f"{verdict.status} on {verdict.created}, {len(verdict.checks)} checks of these bytes{least}"

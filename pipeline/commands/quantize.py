@@ -65,12 +65,12 @@ from ..records.sensitivity_table import SENSITIVITY
 from .quantize_manifest import manifest_of, parameters_of, source_of
 
 MAX_SHARD_BYTES = 1 << 30
-"""So small that the shards of a large model divide evenly among eight processes."""
+"""The default size limit of a shard, at which a large model's shards divide evenly among eight processes."""
 NOT_COPIED = ("hf_quant_config.json",)
-"""Files about a quantization of the source, which the artifact's own replaces."""
+"""Files that describe the source's quantization, which the artifact's own description replaces."""
 NO_BUDGET = Budget()
 LEFT_OUT_SHOWN = 10
-"""Files beside the source's weights that are named one by one on stderr."""
+"""How many of the files that are not copied are named on stderr."""
 
 
 @takes(QuantizeOptions, BudgetOptions)
@@ -206,8 +206,9 @@ def _quantize_into(
     ranks: Ranks,
     progress: bool,
 ) -> Artifact:
-    """Write every file of the artifact, unless it is finished already; told: the record of how formats were
-    chosen
+    """Write every file of the artifact, unless it is finished already.
+
+    told: the record of how formats were chosen
     """
     parameters = parameters_of(job, source, max_shard_bytes)
 
@@ -244,7 +245,7 @@ def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bo
 def _write_all_shards(
     job: QuantizeJob, record: WorkRecord, max_shard_bytes: int, ranks: Ranks, progress: bool
 ) -> tuple[dict[str, list[WeightTask]], dict[str, Any]]:
-    """Make the passes over all weights and over the text, then write the shards.
+    """Compute what needs passes over all weights and over the text, then write the shards.
 
     Returns the shards' tasks, and the manifest's record of the text. The first process reads the text; the
     others read the results that it has kept.
@@ -347,7 +348,8 @@ def _say_fitted(job: QuantizeJob, progress: bool) -> None:
 
 
 def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> None:
-    """This is not refused, because a release passes its text to its rival's recipe too."""
+    """Warn if the given text is not read. It is no error, since a release passes its text to its rival's
+    recipe too."""
     if calibration is not None and job.text is None:
         name = job.recipe.name
         _notice(

@@ -27,7 +27,7 @@ from ..records.sensitivity_table import plain_weights
 
 VERSIONED_PACKAGES = ("scalegate", "torch", "transformers", "torchao")
 MODULE_FIGURES = ("shape", "format", "relative_error", SCALED_BY, "output_error")
-"""What the manifest says of each quantized module."""
+"""The manifest's fields for each quantized module."""
 
 
 def source_of(
@@ -71,7 +71,7 @@ def manifest_of(
     written: set[str],
     told: dict[str, Any],
 ) -> Artifact:
-    """The manifest; told: the record of how formats were chosen and which text was read, if any"""
+    """The manifest. told: the record of how formats were chosen and which text was read, if any"""
     checkpoint, recipe = job.checkpoint, job.recipe
     shards = {name: shard.file for name, shard in record.shards.items()}
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}

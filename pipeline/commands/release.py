@@ -50,7 +50,7 @@ class Stage:
 
 @dataclass
 class ReleaseResult:
-    """push is None if the gate did not pass: nothing was published."""
+    """The result of a release. `push` is None if the gate did not pass, so nothing was published."""
 
     artifact: Path
     stages: list[Stage] = field(default_factory=list)
@@ -116,7 +116,7 @@ def release(
 
 
 def _ask_first(source: Checkpoint, recipe: Recipe, request: ReleaseRequest, folder: Path, to: str) -> None:
-    """UserError if a later stage cannot succeed, so that it shows before hours of quantizing."""
+    """UserError if a later stage cannot succeed, so that the user learns it before hours of quantizing."""
     refuse_unserved_source(source, request)
     for note in refuse_unread(source, recipe, request):
         logger.info(note)
@@ -148,7 +148,7 @@ def _quantize(
 def _make_rival(
     result: ReleaseResult, model: str, recipe: Recipe, request: ReleaseRequest, progress: bool
 ) -> str | None:
-    """The rival's folder or Hub id; one that is named by a recipe is made as the artifact is."""
+    """The rival's folder or Hub id. If the rival is given as a recipe, it is quantized like the artifact."""
     named = request.validation.rival or recipe.rival
     if not named or not is_recipe(named):
         return named or None

@@ -49,7 +49,7 @@ class ServingEstimate:
 
     ms: tuple[int, ...]
     drawn_ms: int
-    """How many more are drawn between them."""
+    """How many further Ms are drawn between the given ones."""
     input_len: int
     output_len: int
     engine: str
@@ -59,27 +59,27 @@ class ServingEstimate:
     quality_tokens: int
     tasks: str | None
     requests: int
-    """At least, to each server."""
+    """The least number of requests to each server."""
     seconds: float
-    """Of the linear layers alone, where each M is decided as early as can be."""
+    """Seconds of the linear layers alone if each M is decided as early as possible."""
     most_seconds: float
-    """The same, where each M takes all of its blocks."""
+    """The same if each M takes all of its blocks."""
     last_seconds: float | None
-    """That the last verdict on this artifact took, where there is one."""
+    """Seconds that the last verdict on this artifact took; None if there is none."""
     memory: int
-    """Of the weights alone, in all servers together."""
+    """Bytes of the weights in all servers together."""
 
 
 @dataclass(frozen=True)
 class ReleasePreview:
     artifact: str
     done_before: bool
-    """Whether there is a finished artifact, which is checked and not made again."""
+    """Whether there is a finished artifact, which would be checked and not made again."""
     quantize: Estimate
     validate: ServingEstimate
     target: str
     files: tuple[str, ...]
-    """What would be published, besides the weights' shards."""
+    """The files that would be published, besides the weights' shards."""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def preview_release(
 def _serving_estimate(
     source: Checkpoint, recipe: Recipe, request: ReleaseRequest, finished: Path | None, quantized: Estimate
 ) -> ServingEstimate:
-    """finished: the artifact's folder, if it is made already"""
+    """The estimate for the serving check. finished: the artifact's folder, if the artifact is finished"""
     validation, workload = request.validation, request.workload
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
     rival = validation.rival or recipe.rival or None
@@ -166,7 +166,7 @@ def _serving_estimate(
 
 
 def _last_seconds(folder: Path) -> float | None:
-    """None if there is no verdict, or it cannot be read."""
+    """Seconds that the last verdict took; None if there is no verdict, or it cannot be read."""
     if not (folder / VERDICT_NAME).is_file():
         return None
     try:

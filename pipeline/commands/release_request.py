@@ -45,7 +45,7 @@ class ReleaseRequest:
     placement: Placement
     publication: PublishOptions
     given: Mapping[str, Any]
-    """All options as they were given, by name, but for the layout, which the artifact's plan records."""
+    """All given options by name, except the layout, which the artifact's plan records."""
     kv_cache: str = UNQUANTIZED
     """The KV format of the recipe."""
     profile: str | None = None
@@ -58,7 +58,7 @@ class ReleaseRequest:
 
     @property
     def device(self) -> str | None:
-        """The device of a single process: the first of several; None if it is left open."""
+        """The device of a single process: the first of several devices; None if the user names none."""
         asked = None if self.engine.device == AUTO else self.engine.device
         return self.devices[0] if self.devices else asked
 

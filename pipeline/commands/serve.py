@@ -30,11 +30,11 @@ def serve(
 ) -> None:
     """Serve `artifact`, a folder or a Hub id of any convention we read, until SIGTERM or SIGINT.
 
-    host:              loopback unless told otherwise; the API is open to all who reach it without `api_key`
-    port:              0 takes a free one, which the ready line names
-    served_model_name: what clients call the model; None takes `artifact` as it was given
+    host:              the address to listen at; without `api_key`, everybody who reaches it can use the API
+    port:              the port; 0 takes a free one, which the ready line names
+    served_model_name: the model's name for clients; None takes `artifact` as it was given
     chat_template:     file with a Jinja template for conversations; None takes the checkpoint's own
-    drain_seconds:     on SIGTERM, how long running requests may take to finish
+    drain_seconds:     how many seconds running requests may take to finish after SIGTERM
     limits_and_engine_options: the fields of ServerLimits (`serving_check/server/limits.py`) and of
                        EngineOptions (`serving_check/engine/options.py`)
     """

@@ -17,7 +17,7 @@ from ..records.artifact import MANIFEST_NAME, Artifact
 from ..records.signature import Signature
 
 ONLY_TOLD = "signature"
-"""What may be unknown, and the rest still hold."""
+"""The check that may be unknown although the release holds."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Verification:
 
     @property
     def holds(self) -> Holds:
-        """No if anything does not hold, unknown if anything that matters cannot be decided, else yes.
+        """`no` if any check fails, `unknown` if a check that counts cannot be decided, else `yes`.
 
         A missing signature is reported, but affects the result only if signers were given. A card that
         differs from the records' card is unknown: it may claim what they do not.
@@ -59,7 +59,7 @@ class Verification:
 
 
 def verify(model: str | Path, revision: str | None = None, signers: str | Path | None = None) -> Verification:
-    """Hold the records of `model`, a folder or a Hub id, against its files and against one another.
+    """Compare the records of `model`, a folder or a Hub id, with its files and with one another.
 
     signers: an allowed-signers file (`ssh-keygen(1)`); one of them must have signed the verdict
     """

@@ -23,12 +23,12 @@ from ..checkpoints.checkpoint import Checkpoint
 class StoredWeight:
     """One linear weight [N, K] in a checkpoint: known from headers and config, with no data read yet.
 
-    spec:       its format; Unquantized where it is only stored compactly (FP8 blocks)
+    spec:       its format; Unquantized if it is only stored in fewer bits (FP8 blocks)
     tensors:    the names of the checkpoint tensors it is made of
-    read:       reads them and returns the weight, on the CPU; a plain tensor where it is not quantized
+    read:       reads the tensors and returns the weight, on the CPU; a plain tensor if it is not quantized
     read_input: reads how the layer's input is quantized as well; None if it stays as it is
-    shared:     those of `tensors` that must be equal, bit for bit, in all weights that are merged along N
-    stored_as:  what `inspect` calls the format, where that is not the spec's own name
+    shared:     the tensors that must be equal, bit for bit, in all weights that are merged along N
+    stored_as:  the format's name in `inspect`, if it differs from the spec's own name
     """
 
     module: str
@@ -118,7 +118,7 @@ class ExportConvention(Convention, Protocol):
     ) -> dict[str, str]:
         """The safetensors header metadata that every file of the checkpoint carries.
 
-        specs and shapes: each quantized module's, and its (N, K); plain: names of all other tensors.
+        specs and shapes: the format and (N, K) of each quantized module; plain: names of all other tensors.
         """
         ...
 

@@ -25,7 +25,7 @@ SCALE = "scale"
 CODES = "codes"
 E8M0_SCALES, E8M0_NAN = "_scales", 255
 NAMED = 8
-"""Spoilt tensors that an error names."""
+"""How many invalid tensors an error names."""
 
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
@@ -86,7 +86,7 @@ def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor
 
 
 def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
-    """The problems of one weight's scales, by tensor."""
+    """The problems of one weight's scales, by the tensor's name."""
     scales = [
         part
         for name in weight.tensors

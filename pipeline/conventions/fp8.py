@@ -32,7 +32,8 @@ SECTION = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""Of `config.json`, as DeepSeek writes it: inputs have a scale for each token's every 128."""
+"""The quantization section of `config.json`, as DeepSeek writes it: every 128 inputs of a token have a
+scale."""
 INSTEAD = "export compressed-tensors"
 
 

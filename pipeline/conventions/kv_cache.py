@@ -26,7 +26,8 @@ from .modelopt import SIDECAR, stored_kv_cache
 SCALE = re.compile(
     r"\.(?P<layer>\d+)\.[^.]+\.(?:(?P<of>[kv])_scale|(?P<of_proj>[kv])_proj\.(?:[kv]|output)_scale)$"
 )
-"""`…layers.3.self_attn.k_scale`; ModelOpt's `…k_proj.k_scale`; of old, `…k_proj.output_scale`."""
+"""Names of scales: `…layers.3.self_attn.k_scale`, ModelOpt's `…k_proj.k_scale`, the older
+`…k_proj.output_scale`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
 
 
 def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
-    """fp32 [1], or [H_kv]."""
+    """The scale in the tensor `name`, fp32 [1] or [H_kv]."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     scale = checkpoint.read(name).to(torch.float32).reshape(-1)

@@ -26,7 +26,7 @@ from .targets import LINEAR, matches_wildcard
 METHOD = "modelopt"
 SIDECAR = "hf_quant_config.json"
 PRODUCER = {"name": METHOD, "version": "0.47.0"}
-"""Readers look for ModelOpt's name and compare its version."""
+"""The producer entry: readers look for ModelOpt's name and compare its version."""
 INSTEAD = "export compressed-tensors"
 WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
@@ -120,7 +120,7 @@ class ModelOpt(ExportDefaults):
         }
 
     def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The older declaration, which TensorRT-LLM and ModelOpt's own tools read."""
+        """The older sidecar file, which TensorRT-LLM and ModelOpt's own tools read."""
         section = {
             "quant_algo": config["quant_algo"],
             "kv_cache_quant_algo": KV_ALGORITHMS.get(stored_kv_cache(config) or ""),
@@ -130,7 +130,8 @@ class ModelOpt(ExportDefaults):
         return {SIDECAR: {"producer": config["producer"], "quantization": section}}
 
     def kv_cache(self, kv_format: str) -> dict[str, Any] | None:
-        """`config.json` has a scheme of it, the older sidecar the algorithm's name."""
+        """The declarations of a KV format: a scheme for `config.json`, the algorithm's name for the older
+        sidecar."""
         if kv_format not in KV_BITS:
             return None
         return {"kv_cache_scheme": {"dynamic": False, "num_bits": KV_BITS[kv_format], "type": "float"}}

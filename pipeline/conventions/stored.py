@@ -55,7 +55,7 @@ def scalar_shape(checkpoint: Checkpoint, name: str) -> None:
 
 
 def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The one number in `name`, fp32 []; UserError if no scale can be that."""
+    """The only number in `name`, fp32 []; UserError if it is not a valid scale."""
     value = checkpoint.read(name).float().reshape(())
     if not bool(torch.isfinite(value)) or float(value) <= 0:
         raise UserError(f"{checkpoint.source}: {name} is {float(value)}; it has to be positive")
@@ -70,7 +70,7 @@ def refuse_shape(checkpoint: Checkpoint, name: str, spec: WeightFormat, n: int, 
 
 
 def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
-    """INT4 as the checkpoint declares it; UserError if there is no such INT4."""
+    """The INT4 spec that the checkpoint declares; UserError if its parameters are not allowed."""
     try:
         return Int4(**parameters)
     except ValueError as error:

@@ -42,14 +42,14 @@ def tiles_shape(n: int, k: int) -> tuple[int, ...]:
 
 
 def pack_tiles(codes: Tensor) -> Tensor:
-    """uint8 [N, K/2], low nibble even k, to the int32 words above."""
+    """Pack codes, uint8 [N, K/2] with even k in the low nibble, into the int32 words above."""
     n, k = codes.shape[0], codes.shape[1] * 2
     ordered = unpack_nibbles(codes).view(n // 8, 8, k // 128, *K_AXES).permute(TO_WORDS)
     return pack_nibbles(ordered.reshape(-1, 8)).view(torch.int32).view(tiles_shape(n, k))
 
 
 def unpack_tiles(words: Tensor) -> Tensor:
-    """The int32 words to uint8 codes [N, K/2]; undoes `pack_tiles`."""
+    """Unpack the int32 words to uint8 codes [N, K/2]; inverse of `pack_tiles`."""
     n_tiles, k_tiles = words.shape[:2]
     nibbles = unpack_nibbles(words.contiguous().view(-1, 1).view(torch.uint8))
     from_words = [TO_WORDS.index(axis) for axis in range(len(TO_WORDS))]
@@ -70,7 +70,8 @@ def swizzled_shape(n: int, k: int) -> tuple[int, int]:
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """NVFP4 scales [n, groups] to blocks, padded with zeros to whole ones; undoes `unswizzle`."""
+    """Arrange NVFP4 scales [n, groups] in blocks, padded with zeros to whole blocks; inverse of
+    `unswizzle`."""
     n, groups = scale.shape
     raw = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -n % 128))
     blocks = raw.view(-1, 4, 32, raw.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
@@ -79,7 +80,8 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def unswizzle(scale: Tensor, n: int, groups: int) -> Tensor:
-    """Blocked NVFP4 scales to [n, groups]. In a block, row r and column c are at [r mod 32, 4·(r/32) + c]."""
+    """NVFP4 scales [n, groups] from blocks. In a block, row r and column c are at [r mod 32, 4·(r/32) +
+    c]."""
     row_blocks, column_blocks = -(-n // 128), -(-groups // 4)
     # As bytes: not every device permutes float8.
     blocks = scale.contiguous().view(torch.uint8).reshape(row_blocks, column_blocks, 32, 4, 4)

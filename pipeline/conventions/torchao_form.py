@@ -15,7 +15,7 @@ from .convention import StoredWeight
 
 Reader = Callable[[Checkpoint, str, Mapping[str, Any]], StoredWeight]
 READERS: Registry[Reader] = Registry("torchao tensor class")
-"""By the name of the tensor class, what reads one of its weights from the header's entry."""
+"""For each tensor class of torchao, the reader of a weight from the header's entry."""
 
 
 class Form(Protocol):
@@ -35,7 +35,7 @@ class Form(Protocol):
         ...
 
     def described(self, spec: WeightFormat, shape: tuple[int, int]) -> dict[str, Any]:
-        """The header's entry for it: `_data` and `_tensor_data_names`."""
+        """The header's entry for a weight: `_data` and `_tensor_data_names`."""
         ...
 
     def config(self, spec: WeightFormat) -> dict[str, Any]:
@@ -46,4 +46,4 @@ class Form(Protocol):
 
 
 FORMS: Registry[Form] = Registry("torchao form")
-"""By weight format."""
+"""The form of each weight format."""

@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-"""By `model_type` of transformers."""
+"""The GGUF architecture for each `model_type` of transformers."""
 REQUIRED_FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -39,7 +39,7 @@ ROPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
 }
-"""Kinds of rope that llama.cpp has too, with the numbers that each needs."""
+"""The kinds of rope that llama.cpp supports, with the parameters that each needs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Architecture:
 
     @classmethod
     def of(cls, source: str, config: Mapping[str, Any]) -> "Architecture":
-        """UserError with the reason for a model that llama.cpp would read differently."""
+        """The architecture of a checkpoint. UserError with the reason if llama.cpp would read the model
+        differently."""
         model_type = config.get("model_type")
         if model_type not in ARCHITECTURES:
             raise UserError(

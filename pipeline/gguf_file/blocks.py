@@ -16,7 +16,7 @@ from ...layouts.formats.iq2_xxs import IQ2XXSWeight
 BLOCK_BYTES, SCALE_BYTES = 66, 2
 Q8_0_COLUMNS, Q8_0_BYTES = 32, 34
 ROWS_AT_ONCE = 4096
-"""Of a matrix in fp32: bounds what quantizing an embedding takes."""
+"""How many rows of a matrix are in fp32 at once, which bounds the memory for quantizing an embedding."""
 
 
 def to_blocks(weight: IQ2XXSWeight) -> np.ndarray:
@@ -29,7 +29,7 @@ def to_blocks(weight: IQ2XXSWeight) -> np.ndarray:
 
 
 def to_q8_0(weight: Tensor) -> np.ndarray:
-    """Float [N, K] to uint8 [N, K/32 * 34]."""
+    """Quantize float [N, K] to Q8_0 blocks, uint8 [N, K/32 * 34]."""
     _require_little_endian()
     chunks = weight.split(ROWS_AT_ONCE)
     return np.concatenate([quantize(rows.float().numpy(), GGMLQuantizationType.Q8_0) for rows in chunks])

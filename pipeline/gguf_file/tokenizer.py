@@ -12,7 +12,7 @@ TOKENIZER_NAME = "tokenizer.json"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {WORDS + r"\p{N}" + SYMBOLS: "qwen2", WORDS + r"\p{N}{1,3}" + SYMBOLS: "llama-bpe"}
-"""llama.cpp's name of how text is cut before the merges, by the pattern that cuts it; it has no others."""
+"""For each pattern that splits text before the merges, llama.cpp's name; it supports no others."""
 
 
 def write_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> str | None:

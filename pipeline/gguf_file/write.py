@@ -30,7 +30,7 @@ from .tokenizer import write_tokenizer
 
 BF16, Q8_0 = "bf16", "q8_0"
 MATRICES = (BF16, Q8_0)
-"""What matrices are written as, but for those in IQ2_XXS."""
+"""The types in which matrices can be written, except those in IQ2_XXS."""
 FILE_TYPES = {BF16: gguf.LlamaFileType.MOSTLY_BF16, Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0}
 ROPE_FACTORS = "rope_freqs.weight"
 TYPES = {
@@ -150,7 +150,7 @@ def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGU
 
 
 def _rounded(tensor: GGUFTensor, matrices: str) -> GGUFTensor:
-    """The tensor in Q8_0, if it is a matrix that is to be."""
+    """The tensor in Q8_0 if it is a matrix that `matrices` asks for in Q8_0, else the tensor itself."""
     dtype = DTYPES.get(tensor.type)
     if matrices == BF16 or dtype is None or len(tensor.byte_shape) != 2:
         return tensor

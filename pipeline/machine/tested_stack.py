@@ -24,14 +24,15 @@ class UntestedPackage:
     package: str
     installed: str
     tested: str
-    """Its bounds, as `>=2.11,<2.16`."""
+    """The bounds of the tested versions, such as `>=2.11,<2.16`."""
 
     def __str__(self) -> str:
         return f"{self.package} {self.installed} (tested: {self.tested})"
 
 
 def untested_packages() -> list[UntestedPackage]:
-    """Empty if this tree is not installed: there are no bounds to read."""
+    """Packages outside their bounds; empty if Scalegate is not installed, when there are no bounds to
+    read."""
     return list(_outside_bounds())
 
 

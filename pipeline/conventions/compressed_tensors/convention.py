@@ -22,9 +22,9 @@ from .scheme import METHOD, WritableScheme
 
 WEIGHT = ".weight"
 DENSE = "dense"
-"""compressed-tensors' name for weights that are not quantized: keys and values alone are."""
+"""compressed-tensors' format name if only keys and values are quantized, not weights."""
 FP8_KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-"""The one KV format that it knows."""
+"""The only KV format that compressed-tensors can declare."""
 MIXED = "mixed-precision"
 """compressed-tensors' name for a checkpoint whose config groups are of several schemes."""
 

@@ -81,12 +81,12 @@ class FloatQuantized:
 
 
 def _is_of_rows(group: Mapping[str, Any]) -> bool:
-    """Whether rows or the tensor have a scale, and each token."""
+    """Whether each row, or the whole tensor, has a scale, and each token's input too."""
     return group["weights"].get("strategy") in (STRATEGIES[ROW], STRATEGIES[TENSOR]) and rounds_to_fp8(group)
 
 
 def _is_in_blocks(group: Mapping[str, Any]) -> bool:
-    """Whether blocks of 128 rows and columns have a scale, and every 128 inputs of a token."""
+    """Whether each block of 128 rows and columns has a scale, and every 128 inputs of a token too."""
     weights = {"strategy": STRATEGIES[BLOCKS], "block_structure": [BLOCK, BLOCK]}
     inputs = group.get("input_activations") or {}
     return weights.items() <= group["weights"].items() and FP8_PER_BLOCK.items() <= inputs.items()

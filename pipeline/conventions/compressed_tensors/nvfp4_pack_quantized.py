@@ -57,7 +57,7 @@ class NVFP4PackQuantized:
 
 
 def _is_nvfp4(activations: Mapping[str, Any]) -> bool:
-    """Whether they have an E4M3 scale per 16 found as they come, and one fp32 scale found beforehand."""
+    """Whether activations have a dynamic E4M3 scale for every 16 channels, and one calibrated fp32 scale."""
     wanted = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"}
     return activations.get("group_size") == GROUP_SIZE and wanted.items() <= activations.items()
 

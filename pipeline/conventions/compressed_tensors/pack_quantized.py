@@ -98,14 +98,15 @@ class PackQuantized:
 
 
 def _pack_along_n(zero_point: Tensor) -> Tensor:
-    """uint8 zero points [N, G] to int32 [ceil(N/8), G], the first of eight rows in the lowest nibble."""
+    """Pack uint8 zero points [N, G] into int32 [ceil(N/8), G], the first of eight rows in the lowest
+    nibble."""
     padding = -zero_point.shape[0] % CODES_PER_WORD
     padded = torch.nn.functional.pad(zero_point, (0, 0, 0, padding))
     return words_of(pack_nibbles(padded.T.contiguous())).T.contiguous()
 
 
 def _unpack_along_n(words: Tensor, n: int) -> Tensor:
-    """int32 [ceil(N/8), G] to uint8 [N, G]; undoes `_pack_along_n`."""
+    """Unpack int32 [ceil(N/8), G] to uint8 [N, G]; inverse of `_pack_along_n`."""
     return unpack_nibbles(bytes_of(words.T)).T[:n].contiguous()
 
 

@@ -21,7 +21,7 @@ from .scheme import SCHEMES
 
 BITS = 8
 SIGN = 0x80
-"""A signed byte with this bit turned over is the unsigned one 128 above it."""
+"""Flipping this bit of a signed byte gives the unsigned byte that is larger by 128."""
 
 
 class PackQuantizedInt8:

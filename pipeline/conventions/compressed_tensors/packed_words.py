@@ -45,7 +45,7 @@ def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[s
 
 
 def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """codes: uint8 [N, K * bits / 8], as in the file"""
+    """The checkpoint tensors of a module. codes: uint8 [N, K * bits / 8], as in the file"""
     return {
         f"{module}{PACKED}": words_of(codes),
         f"{module}.weight_scale": scale.contiguous(),
@@ -57,7 +57,7 @@ def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) ->
 class PackedWords:
     """The tensors and config group of a module; only shapes have been read.
 
-    group_size: None for whole rows
+    group_size: columns that share a scale; None for whole rows
     """
 
     checkpoint: Checkpoint
@@ -70,7 +70,8 @@ class PackedWords:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, module: str, weights: Mapping[str, Any]) -> "PackedWords":
-        """UserError if the tensors contradict the config, or their form is not supported."""
+        """The tensors of a module. UserError if they contradict the config, or their form is not
+        supported."""
         name = module + PACKED
         n, words = require_tensor(checkpoint, name, (torch.int32,)).shape
         if f"{module}.weight_g_idx" in checkpoint.tensors:
@@ -115,7 +116,10 @@ class PackedWords:
         *more: str,
         inputs: InputFormat | None = None,
     ) -> StoredWeight:
-        """make: from the codes, uint8 [N, K * bits / 8], and the scales; more: other tensors that it reads"""
+        """The stored weight, which `make` makes from the codes, uint8 [N, K * bits / 8], and the scales.
+
+        more: names of other tensors that `make` reads
+        """
 
         def read() -> Weight:
             checkpoint, shape_name = self.checkpoint, f"{self.module}.weight_shape"
@@ -134,14 +138,14 @@ class PackedWords:
 
 
 def words_of(codes: Tensor) -> Tensor:
-    """uint8 [N, B] to int32 [N, B/4]: the same bytes on a little-endian machine."""
+    """uint8 [N, B] as int32 [N, B/4]: the same bytes on a little-endian machine."""
     _require_little_endian()
     # Flat, because a dimension of size 1 may carry a stride that a wider dtype refuses.
     return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """int32 [N, B/4] to uint8 [N, B]; undoes `words_of`."""
+    """int32 [N, B/4] as uint8 [N, B]; inverse of `words_of`."""
     _require_little_endian()
     return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
 

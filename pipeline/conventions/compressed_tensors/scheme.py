@@ -21,9 +21,9 @@ from ..convention import StoredWeight
 METHOD = "compressed-tensors"
 EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_PER_TOKEN = EIGHT_BITS | {"strategy": "token", "dynamic": True}
-"""Inputs in E4M3, each token with a scale of its own as it comes."""
+"""The config of inputs in E4M3 with a dynamic scale for each token."""
 FP8_PER_BLOCK = EIGHT_BITS | {"strategy": "group", "group_size": BLOCK, "dynamic": True}
-"""The same with a scale for every 128 inputs of a token."""
+"""The config of inputs in E4M3 with a dynamic scale for every 128 inputs of a token."""
 
 
 class Scheme(Protocol):
@@ -41,7 +41,7 @@ class Scheme(Protocol):
 
     @property
     def suffix(self) -> str:
-        """`<module><suffix>` is the tensor by which a stored module is recognized."""
+        """The suffix of the tensor by which a stored module is recognized: `<module><suffix>`."""
         ...
 
     @property

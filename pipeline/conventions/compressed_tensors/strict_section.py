@@ -17,7 +17,7 @@ from ..targets import REGEX_PREFIX
 LIBRARY = "compressed_tensors"
 G_IDX = ".weight_g_idx"
 REORDERED = ("group", "dynamic", True)
-"""Values of `actorder` by which a column's group stands in `weight_g_idx`."""
+"""Values of `actorder` with which `weight_g_idx` holds each column's group."""
 
 
 Strategy = Literal["tensor", "channel", "group", "block", "token", "tensor_group", "attn_head"]
@@ -60,7 +60,7 @@ class _Scheme(_Strict):
     weights: _Arguments | None = None
     input_activations: _Arguments | None = None
     output_activations: None = None
-    """Outputs are rounded by transformers and by nobody else."""
+    """Must be null: only transformers would round outputs."""
     format: str | None = None
 
 
@@ -69,7 +69,7 @@ class _Section(_Strict):
     quant_method: str
     format: str
     quantization_status: Literal["compressed"]
-    """With another, readers take the tensors for weights that are still to be quantized."""
+    """With any other status, readers would quantize the tensors again."""
     global_compression_ratio: float | None = None
     ignore: list[str] | None = None
     kv_cache_scheme: _Arguments | None = None
