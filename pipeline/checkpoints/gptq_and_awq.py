@@ -95,7 +95,7 @@ class _Module:
         return weight, tuple(part.name for part in parts)
 
     def groups(self, k: int) -> Tensor:
-        """int32 [K]: the group that each input belongs to."""
+        """int64 [K]: the group that each input belongs to."""
         if self.g_idx is not None:
             return self.g_idx.read().long()
         return torch.arange(k) // -(-k // self.scales.shape[0])

@@ -25,12 +25,14 @@ from .skeleton import build_skeleton, meta_model
 def attention_layers_of(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
 ) -> dict[int, AttentionLayer]:
-    """By layer index, the layer's storage on `device`. UserError for a model that cannot be served."""
+    """The attention layers, by index, as they are stored on `device`. UserError for a model that cannot be
+    served."""
     return served_layers_of(checkpoint, dtype, device).attention
 
 
 def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> ServedLayers:
-    """What its layers keep on `device`. UserError for a model that cannot be served."""
+    """What the checkpoint's layers keep for requests on `device`. UserError for a model that cannot be
+    served."""
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
     _skip_experts(model)
@@ -71,7 +73,7 @@ def state_bytes_of(checkpoint: Checkpoint) -> int | None:
 def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -> None:
     """UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
-    length: tokens of a request, prompt and answer; device: on which it would be served
+    length: tokens of a request, prompt and answer; device: the device on which it would be served
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
     context_length(model, min(length, checkpoint.context or length))

@@ -14,14 +14,14 @@ from ...layouts.formats.input_format import dynamic_input
 from ...layouts.packing.layout import Problem
 
 DEQUANTIZE = "dequantize"
-"""The names of such layouts end with it."""
+"""The end of the names of layouts that dequantize a weight for every product."""
 
 
 def dequantized_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> str | None:
     """One sentence on the products that are dequantized; None if there are none.
 
-    problems: by the product's name, as it is served
-    layouts:  the layout that each got
+    problems: the problem of each product, by the product's name in serving
+    layouts:  the layout of each product
     """
     slow = [problems[name] for name, layout in layouts.items() if layout.endswith(DEQUANTIZE)]
     if not slow:
@@ -40,7 +40,7 @@ def dequantized_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]
 
 
 def emulation_note(problems: Mapping[str, Problem]) -> str | None:
-    """One sentence on the products whose inputs are rounded as they come; None if there are none."""
+    """One sentence on the products whose inputs are rounded dynamically; None if there are none."""
     emulated = [problem for problem in problems.values() if dynamic_input(problem.spec) is not None]
     if not emulated:
         return None

@@ -17,7 +17,7 @@ from ..checkpoints.safetensors_file import TensorInfo
 
 PIECE_BYTES = 16 << 20
 PIECES = 8
-"""Under way at once, each read by a thread of its own."""
+"""How many pieces are read at once, each by a thread of its own."""
 
 
 class DeviceReader:
@@ -62,7 +62,7 @@ class DeviceReader:
 
 
 class _Staging:
-    """A piece's place on the host, and when it is free again."""
+    """Pinned memory for one piece, and the event after which it is free again."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -13,16 +13,16 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 MEMORY_BYTES = 1 << 28
-"""Up to here they stay in memory; beyond it they are spilled. A layer has three of them."""
+"""Hidden states up to this size stay in memory; larger ones are spilled. A layer has three of them."""
 GPU_BYTES, GPU_SHARE = 3 << 30, 1 / 16
-"""Up to here, and to that share of its memory, they stay on a GPU: copies to it and back take longer than a
-layer does."""
+"""Hidden states up to this size, and up to this share of a GPU's memory, stay on the GPU: copies to it and
+back take longer than a layer does."""
 GPU_VARIANTS_SHARE = 1 / 4
-"""The same of the many variants that `sensitivity.py` holds."""
+"""The same share for the many variants that `sensitivity.py` holds."""
 
 
 class HiddenStates:
-    """[sequences, tokens, hidden] in one dtype; on a GPU, on the CPU or on disk."""
+    """Hidden states [sequences, tokens, hidden] in one dtype; on a GPU, on the CPU or on disk."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class HiddenStates:
         device: torch.device = CPU,
         for_variants: bool = False,
     ):
-        """folder: where they are spilled; by default the system's folder for temporary files device: where
-        the layers run for_variants: they hold many variants of a text, so a GPU's memory has room for little
-        else
+        """folder: where states are spilled; by default the system's folder for temporary files
+        device: where the layers run
+        for_variants: whether they hold many variants of a text, for which a GPU's memory has less room
         """
         self.shape, self.dtype = shape, dtype
         self.bytes_each = shape[1] * shape[2] * dtype.itemsize
@@ -48,7 +48,7 @@ class HiddenStates:
             self._tensor = torch.empty(shape, dtype=dtype, device=self.device)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Sequences `start:stop`, as far as they exist, in their own memory."""
+        """The states of sequences `start:stop`, as far as they exist, in their own memory."""
         stop = min(stop, self.shape[0])
         if not self.is_spilled:
             return self._tensor[start:stop].clone()
@@ -59,7 +59,7 @@ class HiddenStates:
         return torch.frombuffer(content, dtype=self.dtype).view(-1, *self.shape[1:])
 
     def write(self, start: int, values: Tensor) -> None:
-        """values: [n, tokens, hidden] on any device, the sequences from `start` on."""
+        """Write the states of sequences from `start` on. values: [n, tokens, hidden] on any device."""
         values = values.to(self.device, self.dtype).contiguous()
         if not self.is_spilled:
             self._tensor[start : start + len(values)] = values

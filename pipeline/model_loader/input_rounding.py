@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ...layouts.formats.input_format import InputFormat
 
 Parts = list[tuple[int, InputFormat]]
-"""Rows of a weight, one part below the other, and how the input of each is rounded."""
+"""The parts of a weight, one below the other: each part's number of rows, and how its input is rounded."""
 
 
 class InputRounding(TorchFunctionMode):
@@ -29,7 +29,7 @@ class InputRounding(TorchFunctionMode):
         self._unseen: set[str] = set()
 
     def add(self, name: str, weight: Tensor, parts: list[Parts]) -> None:
-        """weight: [N, K] of one linear layer, or [E, N, K] of experts; parts: of each"""
+        """weight: [N, K] of one linear layer, or [E, N, K] of experts; parts: the parts of each"""
         slices = weight if weight.dim() == 3 else weight.unsqueeze(0)
         for matrix, its_parts in zip(slices, parts, strict=True):
             self._parts[matrix.data_ptr()] = its_parts

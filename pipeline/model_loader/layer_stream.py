@@ -30,7 +30,7 @@ from .weight_map import Assignment
 SEQUENCES_AT_ONCE = 8
 
 Slot = tuple[str, int | None]
-"""A parameter of the model, and which expert's slice of it."""
+"""A parameter of the model, and the index of an expert's slice in it, if it holds experts."""
 
 
 class LayerStream:
@@ -44,8 +44,8 @@ class LayerStream:
         spill: Path | None = None,
         round_inputs: bool = False,
     ):
-        """round_inputs: as the checkpoint says; otherwise a checkpoint that quantizes activations is
-        refused
+        """round_inputs: whether to round inputs as the checkpoint says; otherwise a checkpoint that quantizes
+        activations is refused
         """
         self.checkpoint, self.sequences, self.device = checkpoint, sequences, device
         few = len(sequences) <= SEQUENCES_AT_ONCE
@@ -77,11 +77,11 @@ class LayerStream:
             self.states.write(start, self._through(start, first, lambda hidden, *_, **__: hidden)[0])
 
     def starts(self) -> range:
-        """The first sequence of every few that are run together."""
+        """The index of the first sequence in each batch of sequences."""
         return range(0, len(self.sequences), self._at_once)
 
     def place(self, name: str) -> nn.Module:
-        """The layer of that name with its weights read."""
+        """Read the weights of the layer of that name, and return the layer."""
         for assignment in self.assignments:
             if assignment.target.startswith(f"{name}."):
                 self._place(assignment)
@@ -93,7 +93,8 @@ class LayerStream:
             self.rounding.add(assignment.target, self.model.get_parameter(assignment.target), parts)
 
     def tensor_of(self, target: str) -> str | None:
-        """The checkpoint's tensor that is this parameter as it lies; None if there is no single one."""
+        """The checkpoint's tensor that is stored exactly as this parameter; None if there is no single
+        one."""
         return next(
             (
                 assignment.names[0]
@@ -111,7 +112,7 @@ class LayerStream:
                 parameter.data = value.to(parameter)
 
     def drop(self, name: str) -> None:
-        """Give the layer's memory back. UserError if inputs were to be rounded that were not met."""
+        """Free the layer's memory. UserError if a layer whose inputs must be rounded was never called."""
         if self.rounding is not None and (missed := self.rounding.drop(f"{name}.")):
             raise UserError(
                 f"{self.checkpoint.source}: {missed[0]} rounds its input too, but "
@@ -128,20 +129,20 @@ class LayerStream:
     def run(self, name: str, start: int, states: AnyStates | None = None) -> Tensor:
         """The layer's outputs for the sequences from `start` on: [n, T, hidden] on the device.
 
-        states: others than the stream's own
+        states: hidden states to use in place of the stream's own
         """
         hidden = self.hidden(start, states)
         forward = self._forwards[name]
         return self._through(start, name, lambda _, *args, **kwargs: forward(hidden, *args, **kwargs))[0]
 
     def after(self, name: str, states: AnyStates | None = None) -> HiddenStates:
-        """The states after the layer, with the weights that it has now."""
+        """The hidden states after the layer, computed with its present weights."""
         after = self.empty_states()
         self.carry(name, states, after)
         return after
 
     def carry(self, name: str, states: AnyStates | None, after: AnyStates) -> None:
-        """Put the states after the layer into `after`, which may be `states` themselves."""
+        """Write the hidden states after the layer to `after`, which may be the same object as `states`."""
         for start in self.starts():
             after.write(start, self.run(name, start, states))
 

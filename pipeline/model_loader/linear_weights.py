@@ -33,14 +33,14 @@ from .weights_read import reads_weight
 
 WEIGHT = ".weight"
 BIAS = "_bias"
-"""What the name of the tensor of all experts' biases has behind that of their weights."""
+"""The suffix of the tensor with all experts' biases, after the name of the tensor with their weights."""
 ROUTER_PARTS = re.compile(r"(^|\.)(gate|router|\w*expert_gate)(\.|$)")
 
 LINEAR, LM_HEAD, EMBEDDING, ROUTER, UNKNOWN = "linear", "lm_head", "embedding", "router", "unknown"
 NOT_LINEAR = "weight, not a Linear"
 PREDICTION_HEAD = "multi-token prediction head"
 OUTSIDE_DECODER = "outside the text decoder"
-"""The reason why what belongs to a tower or a projector stays as it is."""
+"""The reason for not quantizing the weights of a tower or a projector."""
 READ_BY_ITSELF = "weight that the model reads without calling its layer"
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 
@@ -51,14 +51,14 @@ class LinearWeight:
 
     module:     its name in the artifact
     tensor:     the checkpoint tensor it is read from
-    place:      where it goes in the model: a linear layer, or an expert's slice of a stacked parameter, which
-                weights that are loaded as one along N have in common
+    place:      its place in the model: a linear layer, or an expert's slice of a stacked parameter. Weights
+                that are merged along N have the same place
     role:       LINEAR, LM_HEAD, EMBEDDING, ROUTER, or UNKNOWN for fused experts in an order not known here
-    expert:     which slice of a fused [E, ...] tensor it is; None for a tensor of its own
-    rows:       which rows of that slice, first and one past the last
-    step:       from one of its rows to the next: 2 where the rows of gate and up take turns
-    transposed: the slice lies as [K, N]
-    is_expert:  it belongs to one of several experts
+    expert:     the index of its slice in a fused [E, ...] tensor; None for a tensor of its own
+    rows:       its rows in that slice: the first, and one past the last
+    step:       the distance between two of its rows: 2 if the rows of gate and up alternate
+    transposed: whether the slice is stored as [K, N]
+    is_expert:  whether it belongs to one of several experts
     """
 
     module: str
@@ -75,7 +75,7 @@ class LinearWeight:
 
     @property
     def row_slice(self) -> slice:
-        """The rows of its tensor, or of the expert's slice of that, that are this weight's."""
+        """The rows of this weight in its tensor, or in the expert's slice of the tensor."""
         first, stop = self.rows or (0, self.n)
         return slice(first, stop, self.step)
 
@@ -84,7 +84,7 @@ class LinearWeight:
 class ExpertBias:
     """One expert's part of a tensor [E, N] that holds the biases of all.
 
-    name: its name beside the expert's own weight; rows: its rows of the N
+    name: the bias' name in the form of the expert's own weight; rows: its range of rows among the N
     """
 
     name: str
@@ -98,15 +98,16 @@ class ModelWeights:
     """The checkpoint's tensors, sorted into linear weights and everything else."""
 
     linears: dict[str, list[LinearWeight]]
-    """By checkpoint tensor; a fused tensor has one for each expert and projection."""
+    """The linear weights in each checkpoint tensor; a fused tensor has one for each expert and projection."""
     others: dict[str, str]
-    """Tensors that hold no linear weight, and what they are."""
+    """Tensors that hold no linear weight, each with what it is."""
     tied_lm_head: LinearWeight | None
-    """The output projection where it has no tensor of its own but shares the embeddings'."""
+    """The output projection, if it has no tensor of its own but shares the embeddings' tensor."""
     biases: dict[str, list[ExpertBias]]
-    """By the tensor of an expert layer's biases, what it becomes where its weights become single experts'."""
+    """For each tensor of all experts' biases, the biases of single experts that replace it with their
+    weights."""
     readers: list[ReaderModel]
-    """What each transformers class that loads such a checkpoint makes of it, ours first."""
+    """How each transformers class that loads this checkpoint reads it; the class that we use comes first."""
 
 
 def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
@@ -246,8 +247,7 @@ def _fused_experts(
 
 
 def _stacked_alone(assignment: Assignment, name: str) -> str | None:
-    """The projection of all experts that the tensor `name` holds, where gate and up are tensors of their own;
-    None where they are not."""
+    """The projection of all experts in the tensor `name`, if gate and up have separate tensors; else None."""
     converter = assignment.converter
     if converter is None or len(converter.operations) != 1:
         return None
@@ -282,13 +282,13 @@ def _expert_biases(
 
 
 def _expert_place(assignment: Assignment, name: str) -> str:
-    """The first of the weights that lie one above the other in the expert's slice."""
+    """The first of the weights that are stacked in the expert's slice."""
     parts = next((parts for parts in assignment.expert_parts() or [] if name in parts), [name])
     return parts[0]
 
 
 def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Module) -> bool:
-    """Whether the checkpoint's slices are [K, N]: as in the model, or turned by a Transpose on the way."""
+    """Whether the checkpoint's slices are [K, N]: as in the model, or since loading transposes them."""
     transposed = getattr(owner, "is_transposed", None)
     if transposed is None:
         gate_up, down = owner._parameters.get("gate_up_proj"), owner._parameters.get("down_proj")

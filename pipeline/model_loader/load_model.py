@@ -41,7 +41,7 @@ class LoadedModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The checkpoint's, loaded when it is first asked for; None if there is none."""
+        """The checkpoint's tokenizer, loaded at the first access; None if there is none."""
         return load_tokenizer(self.checkpoint)
 
 
@@ -58,7 +58,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint, open already, in a folder or on the Hub, for inference on `device`.
 
-    dtype:  of activations and unquantized weights; None takes the config's
+    dtype:  the dtype of activations and unquantized weights; None takes the config's
     plan:   which layout serves which layer; None takes the one in the artifact's `scalegate.json`
     layout: one layout for every quantized dense layer, or, if it is a layout of experts, for all experts,
             whatever the plan says

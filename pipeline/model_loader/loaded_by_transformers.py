@@ -54,7 +54,7 @@ def why_transformers_fails(checkpoint: Checkpoint) -> str | None:
 
 
 def _holds_single_experts(model: PreTrainedModel, assignment: Assignment, method: str) -> bool:
-    """Whether transformers puts single experts in the place of the module that stacks them here."""
+    """Whether transformers replaces the module of stacked experts by single experts."""
     owner = model.get_submodule(assignment.target.rpartition(".")[0])
     return method == COMPRESSED_TENSORS and type(owner).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION
 

@@ -15,7 +15,7 @@ from .skeleton import meta_model
 
 
 def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
-    """Module names of each group, in the order of their calls; no groups if the model cannot be run.
+    """The module names of each group, in the order of their calls; no groups if the model cannot be run.
 
     A model that the embedded engine does not serve, or that cannot run on the meta device, is left as it is:
     its layers are then measured and served one by one.

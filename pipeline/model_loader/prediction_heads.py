@@ -11,14 +11,14 @@ from typing import Any
 HEAD = re.compile(r"(^|\.)(mtp|nextn)(_\w+)?(\.|$)")
 LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""What configs call their number."""
+"""The config fields that hold the number of prediction heads."""
 
 
 def is_prediction_head(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor belongs to a prediction head: by its name, or because its layer comes after the last
     one.
 
-    config: the language model's
+    config: the language model's config
     """
     if HEAD.search(name):
         return True

@@ -30,16 +30,16 @@ TOP_K = (
     "moe_top_k",
     "moe_k",
 )
-"""What configs and routers call the number of experts that a token takes."""
+"""The names, in configs and routers, of the number of experts per token."""
 Stored = Mapping[str, StoredWeight]
-"""By the weight's name in the checkpoint."""
+"""Stored weights by their names in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class DenseProduct:
     """One product of one or several linear layers.
 
-    modules: linear layers of the model, in the order of their rows; weights: theirs in the checkpoint
+    modules: linear layers of the model, in the order of their rows; weights: their weights in the checkpoint
     """
 
     modules: tuple[str, ...]
@@ -61,12 +61,12 @@ class DenseProduct:
 class ExpertsProduct:
     """One product of all experts of a layer.
 
-    module, parameter:  the experts module and its 3-D parameter that this stands for
+    module, parameter:  the experts module and its 3-D parameter that this product replaces
     experts:            for each expert the weights whose rows lie one after another
     top_k:              experts that each token takes
-    part:               its place where one parameter makes several products; see `parts_of_parameter`
-    parts_of_parameter: how many products stand for the parameter: gate and up apart where they do not merge
-    interleaved:        the rows of an expert's weights take turns
+    part:               its index if one parameter makes several products; see `parts_of_parameter`
+    parts_of_parameter: how many products replace the parameter: two if gate and up cannot be merged
+    interleaved:        whether the rows of an expert's weights alternate
     """
 
     module: str

@@ -16,7 +16,7 @@ from .weight_map import Assignment
 
 WEIGHT = ".weight"
 EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What engines call an expert's weights, by the tensor that holds those of all experts."""
+"""For each tensor of all experts' weights, the names that engines use for a single expert's weights."""
 ANY_PROJECTION = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -24,9 +24,9 @@ ANY_PROJECTION = ("gate_proj", "up_proj", "down_proj")
 class ReaderModel:
     """How one transformers class reads a checkpoint's tensors.
 
-    linears:    its linear layers by name, each with the tensors that fill it: none where it is tied
+    linears:    its linear layers by name, each with the tensors that fill it; none if the layer is tied
     embeddings: the tensors that fill embeddings
-    experts:    the tensors of experts, which it holds one upon another
+    experts:    the tensors of experts, which it stacks
     """
 
     linears: Mapping[str, tuple[str, ...]]
@@ -56,7 +56,7 @@ def reader_model(model: PreTrainedModel, assignments: Sequence[Assignment]) -> R
 
 
 def is_experts_parameter(owner: nn.Module, leaf: str) -> bool:
-    """Whether a module's parameter holds the weights of experts one upon another."""
+    """Whether a module's parameter holds the stacked weights of experts."""
     parameter = owner._parameters.get(leaf)
     return parameter is not None and parameter.dim() == 3 and "expert" in type(owner).__name__.lower()
 
@@ -69,7 +69,7 @@ def names_of_unquantized(
 ) -> list[str]:
     """Every name under which a reader may ask whether an unquantized weight is a quantized linear layer.
 
-    quantized: the tensors of which weights are quantized; modules: the quantized modules
+    quantized: the tensors with quantized weights; modules: the quantized modules
     """
     embeddings = frozenset().union(*(reader.embeddings for reader in readers))
     names: dict[str, None] = {}
@@ -88,9 +88,10 @@ def names_of_unquantized(
 
 
 def other_names(readers: Sequence[ReaderModel], modules: Mapping[str, str]) -> dict[str, str]:
-    """Modules that readers call by another name than the checkpoint: the reader's name to the checkpoint's.
+    """For modules that readers know by another name than the checkpoint, the reader's name and the
+    checkpoint's.
 
-    modules: tensor to module
+    modules: the module of each tensor
     """
     found = {}
     for reader in readers:
@@ -101,7 +102,7 @@ def other_names(readers: Sequence[ReaderModel], modules: Mapping[str, str]) -> d
 
 
 def _single_experts(tensor: str, experts: int) -> list[str]:
-    """The names of the experts that lie one upon another in `tensor`."""
+    """The names of the experts that are stacked in `tensor`."""
     owner, _, leaf = tensor.removesuffix(WEIGHT).rpartition(".")
     projections = EXPERT_PROJECTIONS.get(leaf, ANY_PROJECTION)
     return [f"{owner}.{expert}.{name}" for expert in range(experts) for name in projections]

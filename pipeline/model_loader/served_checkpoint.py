@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def engine_of(
     build: Callable[..., "Engine"], folder: Path, options: EngineOptions, description: ModelDescription
 ) -> "Engine":
-    """`build`'s engine, with the tokenizer of a description."""
+    """The engine that `build` makes, with the tokenizer of a description."""
     return build(folder, options, description.tokenizer)
 
 
@@ -62,7 +62,7 @@ def build_engine(
 def describe(folder: Path, chat_template: Path | None = None) -> ModelDescription:
     """The API process's knowledge of the model: its tokenizer and its maker's sampling defaults.
 
-    chat_template: a file with one, in place of the tokenizer's own
+    chat_template: a file with a chat template that replaces the tokenizer's own
     """
     from ..checkpoints.checkpoint import open_checkpoint
     from ..checkpoints.tokenizer import load_tokenizer

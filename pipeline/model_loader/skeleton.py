@@ -63,8 +63,8 @@ def build_skeleton(
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The language model, all of it on meta, with the towers that lie in the checkpoint beside it.
 
-    The first of transformers' classes that has a place for these towers, or leaves them out knowingly. If the
-    model cannot be built with its towers, the language model alone.
+    The class is the first of transformers' classes that has a place for these towers, or is known to leave
+    them out. If the model cannot be built with its towers, it is the language model alone.
     """
     config = model_config(checkpoint)
     # Of a tower that is quantized, biases and norms tell: their names are as in the model.

@@ -70,9 +70,9 @@ class WeightLoader:
     rounded_elsewhere: bool = False
     """Whether the caller rounds the inputs of plain layers, as `inputs_of` says."""
     layouts: dict[str, str] = field(default_factory=dict)
-    """Of every packed product, by its name."""
+    """The layout of every packed product, by the product's name."""
     problems: dict[str, Problem] = field(default_factory=dict)
-    """What those layouts were picked for."""
+    """The problem for which each of these layouts was picked."""
     filled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class WeightLoader:
         return product.problem(self.stored, self.model.dtype, self.device, self.batch_invariance)
 
     def _merged(self, names: Sequence[str], interleaved: bool = False) -> Weight:
-        """The weights' rows one after another, or by turns, on the CPU."""
+        """The weights' rows one after another, or alternating, on the CPU."""
         merged = merge_rows([self._read_quantized(name) for name in names])
         if merged is None:
             raise TypeError(f"{listed(list(names))} are of different formats or do not share their scales")
@@ -186,7 +186,8 @@ class WeightLoader:
         return found.with_tensors({key: tensor.to(self.device) for key, tensor in found.tensors().items()})
 
     def inputs_of(self, assignment: Assignment) -> list[list[tuple[int, InputFormat]]]:
-        """For the linear layer, or for each expert, its rows and how their input is rounded, part by part.
+        """For the linear layer, or for each expert, the rows of each part and how the part's input is
+        rounded.
 
         Empty if it is not. UserError if a weight with a rounded input is neither a linear layer's nor an
         expert's.
@@ -262,8 +263,8 @@ class WeightLoader:
             self._set(target, value[0] if isinstance(value, list) else value, assignment.names[0])
 
     def _stack_slices(self, target: str, experts: list[list[Tensor]], interleaved: bool) -> Tensor:
-        """[N, K] weights of single experts to the 3-D parameter, transposed if the model stores it so; or
-        their biases [N] to the 2-D parameter.
+        """Stack weights [N, K] of single experts to the 3-D parameter, transposed if the model stores it so,
+        or their biases [N] to the 2-D parameter.
 
         experts: for each, the weights that are stacked or interleaved in its slice
         """
@@ -332,7 +333,7 @@ class WeightLoader:
 
 
 def names_to_place(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> list[str]:
-    """The names of all weights: of tensors, or of packed weights instead of their tensors."""
+    """The names of all weights: tensors, and packed weights in place of the tensors that store them."""
     consumed = {name for weight in stored.values() for name in weight.tensors}
     others = [name for name in checkpoint.tensors if name not in consumed]
     plain = [name for name in others if not is_scale(checkpoint, name)]

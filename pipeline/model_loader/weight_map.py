@@ -25,7 +25,7 @@ from .prediction_heads import is_prediction_head
 OUTSIDE = re.compile(
     r"(^|\.)\w*(vision|visual|audio|speech|image|multi_modal|projector|connector|resampler|talker|2wav)\w*(\.|$)"
 )
-"""Names of what lies beside the language model: towers, and what projects their outputs."""
+"""Names of modules beside the language model: towers, and the projectors of their outputs."""
 TEXT_CONFIG = "text_config"
 """transformers' name for the config of a language model that may be part of a larger one: its checkpoint may
 have towers."""
@@ -37,7 +37,7 @@ PROJECTIONS = (GATE, UP, GATE_UP, "down_proj")
 
 HALVES, INTERLEAVED = "halves", "interleaved"
 GATE_FIRST = ("Llama4TextExperts",)
-"""Experts outside transformers' experts interface whose `forward` takes the first half for the gate."""
+"""Experts outside transformers' experts interface whose `forward` uses the first half as the gate."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Assignment:
                  their names alone
     sources:     weight names in the checkpoint by the converter's source pattern, experts in order; without a
                  converter by the name of the projection
-    interleaved: the rows of an expert's projections take turns in the parameter
+    interleaved: whether the rows of an expert's projections alternate in the parameter
     """
 
     target: str
@@ -175,7 +175,8 @@ def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | N
 
 
 def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]:
-    """What no assignment fills. Nothing is known beforehand if a converter makes several parameters."""
+    """Parameters that no assignment fills. If a converter makes several parameters, nothing is known
+    beforehand."""
     if any(a.converter and len(a.converter.target_patterns) > 1 for a in assignments):
         return []
     filled = {assignment.target for assignment in assignments}

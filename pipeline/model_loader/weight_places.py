@@ -47,7 +47,7 @@ class Places:
 
 @contextmanager
 def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) -> Iterator[None]:
-    """While it is open, the loader uses `weights`, by module, instead of those on disk."""
+    """Inside the `with` block, the loader uses `weights`, by module, instead of the weights on disk."""
     by_tensor: dict[str, list[tuple[LinearWeight, Weight]]] = defaultdict(list)
     for module, weight in weights.items():
         linear = places.linears[module]

@@ -12,9 +12,9 @@ from functools import cache
 from torch import nn
 
 ABOUT_THE_WEIGHT = ("dtype", "device", "shape")
-"""Attributes that tell of a weight, but not its numbers."""
+"""Attributes of a weight that do not depend on its numbers."""
 ONLY_IN_TRAINING = "training"
-"""In the condition of code that a server never runs: `self.training`, BLOOM's `self.pretraining_tp`."""
+"""Part of the conditions of code that a server never runs: `self.training`, BLOOM's `self.pretraining_tp`."""
 SETTING_UP = ("__init__", "_init_weights", "reset_parameters")
 
 

@@ -165,7 +165,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
 
 
 def _made(folder: Path, artifact: Artifact, verdict: Verdict, commands: str) -> dict[str, Any]:
-    """How it was made, and how to make and check it again."""
+    """How the artifact was made, and how to make and check it again."""
     recipe = yaml.safe_dump(artifact.recipe, sort_keys=False, allow_unicode=True).rstrip()
     return {
         "recipe": recipe,

@@ -31,7 +31,7 @@ BOUND = {
     "rival": "served beside the artifact where the recipe names one",
     "invariance": "served as the recipe claims",
 }
-"""What is said where the verdict is bound to it."""
+"""For each thing that the verdict is bound to, the words for a valid binding."""
 
 Holds = Literal["yes", "no", "unknown"]
 
@@ -43,7 +43,7 @@ class Finding:
     name: str
     holds: Holds
     said: str
-    """What holds; or what does not, where, and what to do."""
+    """What holds; or what does not hold, where, and what to do."""
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Examination:
     folder: Path
     manifest: Artifact
     verdict: Verdict | None = None
-    """Its checks, curve and status as they follow from its raw figures."""
+    """The verdict, with checks, curve and status as they follow from its raw figures."""
     signature: Signature = field(default_factory=lambda: Signature("unsigned"))
     findings: list[Finding] = field(default_factory=list)
     changed_files: list[str] = field(default_factory=list)
-    """What differs between the manifest and the folder, one line each."""
+    """One line for each difference between the manifest and the folder."""
 
     @property
     def broken(self) -> list[Finding]:
@@ -143,7 +143,7 @@ def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Findi
 
 
 def _report(folder: Path, verdict: Verdict) -> Finding:
-    """Exactly the pages and plots that the verdict names lie in the report's folder."""
+    """Whether the report's folder has exactly the pages and plots that the verdict names."""
     there = {
         path.relative_to(folder / REPORT_FOLDER).as_posix()
         for path in (folder / REPORT_FOLDER).rglob("*")

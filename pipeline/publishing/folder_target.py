@@ -142,7 +142,7 @@ def _swap_in(staging: Path, directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """The release that was replaced, and leftovers of interrupted pushes of other releases."""
+    """Remove the replaced release, and leftovers of interrupted pushes of other releases."""
     for path in directory.parent.glob(f".{glob.escape(directory.name)}.*.partial*"):
         shutil.rmtree(path)
 

@@ -26,7 +26,8 @@ class Operation:
 
 @dataclass
 class PushResult:
-    """planned: a dry run; pushed: the target changed; unchanged: it held exactly this release already."""
+    """The result. planned: a dry run; pushed: the target changed; unchanged: it had exactly this release
+    already."""
 
     target: str
     status: Status
@@ -37,9 +38,9 @@ class PushResult:
     private: bool | None = None
     """The repository's visibility afterwards; None for a folder."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know besides: why a repository stayed private, for example."""
+    """Further notes for the user, such as why a repository stayed private."""
     gate: str | None = None
-    """What the gate has said of these bytes; of a dry run only, as is the card."""
+    """The gate's verdict on these bytes, in a few words; in a dry run only, as is the card."""
     card: str | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _given_to_validate(artifact: Artifact, verdict: Verdict) -> dict[str, str | 
 
 
 def _startable(engine: str) -> str | None:
-    """None for the address of a server that was running then."""
+    """The engine, if it can be started; None for the address of a running server."""
     known = find_engine(engine)
     return None if known is not None and not known.starts else engine
 

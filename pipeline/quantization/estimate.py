@@ -23,9 +23,9 @@ from .solvers.importance import importance_of_columns
 from .write_shards import output_bytes
 
 SAMPLE = 1 << 20
-"""Numbers of the block that is timed."""
+"""Number of weights in the block that is timed."""
 FP32_COPIES = 6
-"""Of a block, that the searches for scales hold together."""
+"""How many fp32 copies of a block a search for scales holds at once."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Estimate:
     """Sizes in bytes. `seconds` and `memory` are estimates; a text that is read comes on top of both."""
 
     formats: Mapping[str, int]
-    """Quantized modules by the format's label."""
+    """Number of quantized modules for each format, by its label."""
     kept: int
-    """Tensors that stay as they are."""
+    """Number of tensors that stay unquantized."""
     bytes_read: int
     bytes_written: int
     shards: int
     seconds: float
     memory: int
     free: int
-    """On the disk that is written to."""
+    """Free bytes on the disk that is written to."""
     kv_cache: str
     """The format of keys and values."""
     text: str | None
-    """The name of the one that is read; None if none is."""
+    """The name of the text that is read; None if none is read."""
 
 
 def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: Path) -> Estimate:

@@ -100,7 +100,7 @@ def prepare(
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """FP8 does not count: it is dequantized to 16 bits."""
+    """UserError if the source is quantized. FP8 does not count, since it is dequantized to 16 bits."""
     try:
         stored = stored_weights(checkpoint)
     except UserError:

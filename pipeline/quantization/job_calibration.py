@@ -31,8 +31,8 @@ from .shards.weight_tensors import WeightQuantizer
 
 DRAWN_NAME, FIT_NAME = "drawn.safetensors", "fit.json"
 UNLEARNED_SEQUENCES = SEQUENCES // 2
-"""Sequences read if no rounding is learned: INT4 of the 5M checkpoint has a KL of 0.0198 with so many, and
-the same with twice as many."""
+"""How many sequences are read if no rounding is learned: INT4 of the 5M checkpoint has a KL of 0.0198 with
+this number, and the same with twice as many."""
 ALONE = (
     "the model does not fit into memory, so nothing that it writes is read beside the calibration text; a "
     "text unlike those that the model is used on can do harm"
@@ -45,7 +45,7 @@ UNLEARNED = (
 
 @dataclass(frozen=True)
 class CalibrationContext:
-    """The model that reads the text; folder: keeps results for a job that is taken up again."""
+    """The model that reads the text, and the folder that keeps results for a resumed job."""
 
     checkpoint: Checkpoint
     quantizer: WeightQuantizer
@@ -59,7 +59,7 @@ class CalibrationContext:
 
 @dataclass(frozen=True)
 class CalibrationSequences:
-    """sequences: int64 [S, T]; facts: the manifest's record of them"""
+    """Sequences to calibrate on, int64 [S, T]. facts: the manifest's record of them"""
 
     sequences: Tensor
     facts: dict[str, Any]

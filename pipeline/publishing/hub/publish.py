@@ -191,7 +191,7 @@ class _Push:
         return result
 
     def _prepare(self) -> None:
-        """The repository and the branch, private and empty if they are new."""
+        """Create the repository and the branch, private and empty, unless they exist."""
         name, revision = self.target.repo_id, self.target.revision
         if not self.repository.exists:
             set_pending(self.artifact_folder, name, True)

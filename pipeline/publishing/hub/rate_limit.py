@@ -22,7 +22,7 @@ MAX_TRIES = 5
 MAX_WAIT_SECONDS = 330
 """The Hub counts requests in windows of five minutes; a longer wait is left to the user."""
 USUAL_WAIT_SECONDS = 2
-"""Before the second try, where the answer does not say; doubled at each further one."""
+"""Seconds before the second try if the answer gives no time; doubled at each further try."""
 
 
 def waiting_out_limits(call: Callable[[], Result]) -> Result:

@@ -22,8 +22,8 @@ PLAIN_BITS = PLAIN.bits_per_weight(1, 1)
 class Budget:
     """A limit on bits or on divergence.
 
-    bits:       the most per weight, on average over all weights that the recipe quantizes
-    divergence: the most nats of mean KL, as measured group by group
+    bits:       the most bits per weight, on average over all weights that the recipe quantizes
+    divergence: the largest mean KL in nats, summed over the groups' measurements
     """
 
     bits: float | None = None
@@ -44,9 +44,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A format for each group, and the expected cost of all.
+    """A format for each group, and the expected cost of all groups.
 
-    fixed: quantized weights beside the groups that nothing is chosen for, and their bits in all
+    fixed: the number of quantized weights outside these groups, and their total number of bits
     """
 
     groups: tuple[Group, ...]
@@ -72,7 +72,7 @@ class Allocation:
 def allocate(groups: Sequence[Group], budget: Budget, fixed: tuple[int, float] = (0, 0.0)) -> Allocation:
     """The formats that buy most within `budget`. UserError if even the smallest formats need more bits.
 
-    fixed: as `Allocation` has it
+    fixed: as in `Allocation`
     """
     smallest = tuple(min(group.divergence, key=partial(_bits, group)) for group in groups)
     now = Allocation(tuple(groups), smallest, fixed)
@@ -104,7 +104,7 @@ def _with(now: Allocation, index: int, spec: WeightFormat) -> Allocation:
 
 
 def _bits(group: Group, spec: WeightFormat) -> float:
-    """All bits of the group in this format."""
+    """The total number of bits of the group in this format."""
     return sum(spec.bits_per_weight(n, k) * n * k for n, k in group.shapes)
 
 

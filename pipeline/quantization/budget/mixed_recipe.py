@@ -36,7 +36,7 @@ KEY = "key"
 
 @dataclass(frozen=True)
 class MixedRecipe:
-    """recipe: with a rule for every module; table: the measurements and the choice, for the manifest"""
+    """A recipe with a rule for every module. table: the measurements and the choice, for the manifest"""
 
     recipe: Recipe
     table: dict[str, Any]

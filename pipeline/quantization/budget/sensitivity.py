@@ -31,10 +31,10 @@ from ..shards.weight_tensors import WeightQuantizer
 GROUP_SIZES = (128, 64, 32)
 DIGITS = 6
 TEXT_SEQUENCES = 8
-"""Sequences that are read: formats are compared token by token, so that a few sequences suffice."""
+"""How many sequences are read: formats are compared token by token, so a few sequences suffice."""
 
 Divergences = dict[str, dict[WeightFormat, float]]
-"""Mean KL in nats, by group and format."""
+"""The mean KL in nats of each group in each format."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Group:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Group":
-        """Undoes `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         shapes = tuple((int(n), int(k)) for n, k in value["shapes"])
         divergence = {spec_from_json(entry["spec"]): float(entry["kl"]) for entry in value["formats"]}
         return cls(tuple(map(str, value["modules"])), shapes, divergence)
@@ -77,7 +77,7 @@ def candidates(spec: WeightFormat) -> list[WeightFormat]:
 
 
 def _takes(linear: LinearWeight, spec: WeightFormat, convention: ExportConvention) -> bool:
-    """Whether the weight can be of `spec`, stored and served."""
+    """Whether the weight can be stored and served in `spec`."""
     # Experts have no INT8 layout but the one that dequantizes them all for every product.
     served = not isinstance(spec, Int8) or kind_of(linear.module) == linear.module
     fits = spec.refuses(linear.n, linear.k) is None
@@ -85,7 +85,7 @@ def _takes(linear: LinearWeight, spec: WeightFormat, convention: ExportConventio
 
 
 def weights_to_choose_for(tasks: Sequence[WeightTask]) -> dict[str, LinearWeight]:
-    """By module, the linear weights that are quantized and may get another format."""
+    """The quantized linear weights that may get another format, by module."""
     linears = [task.linear for task in tasks if task.linear is not None and task.is_quantized]
     return {linear.module: linear for linear in linears if linear.role == LINEAR}
 
@@ -136,7 +136,7 @@ def measure_sensitivity(
 
 
 def _grouped(leaders: Mapping[str, str], fixed: Collection[str]) -> dict[str, list[str]]:
-    """Modules that must be of one format, by the group's name; groups with a `fixed` module are left out."""
+    """Modules that must have one format, by the group's name; groups with a `fixed` module are left out."""
     grouped: dict[str, list[str]] = defaultdict(list)
     for module, leader in leaders.items():
         grouped[kind_of(leader)].append(module)

@@ -46,7 +46,7 @@ class CalibratedWeight:
         """The candidate whose outputs are nearest to the outputs of `target`, fp32 [N, K]; on the CPU.
 
         original: fp32 [N, K], from which the weight's own error is measured
-        before:   the first candidate's if left out
+        before:   the error without a text; None takes the first candidate's
         """
         values = [candidate.weight.dequantize(torch.float32) for candidate in candidates]
         losses = [output_error(dequantized, target, curvature) for dequantized in values]
@@ -74,14 +74,14 @@ def _energy(rows: Tensor, curvature: Curvature) -> float:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """The fields are by module; `CalibrationResult` describes them."""
+    """The results for one layer, by module; `CalibrationResult` describes the fields."""
 
     largest: dict[str, float] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
     solved: dict[str, CalibratedWeight] = field(default_factory=dict)
     scarce: list[str] = field(default_factory=list)
     equalized: dict[str, EqualizedNorm] = field(default_factory=dict)
-    """By the norm's tensor."""
+    """The equalized norms, by the name of the norm's tensor."""
     learned: tuple[float, float] | None = None
     """The layer's error before and after its rounding was learned, as `LearnedLayer` has them."""
 
@@ -102,7 +102,7 @@ def layer_path(folder: Path, index: int) -> Path:
 
 
 def write_layer(path: Path, layer: CalibratedLayer) -> None:
-    """Atomically: the file is whole or absent."""
+    """Write a layer's results atomically: the file is either complete or absent."""
     tensors = {f"{SQUARES}|{module}": values.clone() for module, values in layer.squares.items()}
     tensors |= {f"{NORM}|{name}": norm.weight.clone() for name, norm in layer.equalized.items()}
     equalized = {name: norm.modules for name, norm in layer.equalized.items()}
@@ -131,7 +131,7 @@ def write_layer(path: Path, layer: CalibratedLayer) -> None:
 
 
 def read_layer(path: Path) -> CalibratedLayer:
-    """Undoes `write_layer`. UserError if the file is damaged."""
+    """Read what `write_layer` wrote. UserError if the file is damaged."""
     with _opened(path) as (file, facts):
         squares = {
             key.removeprefix(f"{SQUARES}|"): file.get_tensor(key)
@@ -156,7 +156,7 @@ def read_calibrated_weight(path: Path, module: str) -> CalibratedWeight:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The file, and its description of its tensors."""
+    """The opened file, and its description of its tensors."""
     try:
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["facts"])

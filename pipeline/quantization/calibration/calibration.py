@@ -101,7 +101,7 @@ class _Visit:
     quantizer: WeightQuantizer
     shared: Shared
     original_after: HiddenStates | None = None
-    """The original's states after this layer, once `look` has returned."""
+    """The original model's hidden states after this layer, once `look` has returned."""
 
     def look(self) -> CalibratedLayer:
         inputs = LayerInputs(self.stream, self.original, self.name, self.places, self.needs)
@@ -136,7 +136,8 @@ class _Visit:
         equalized: Mapping[str, EqualizedNorm],
         scales: Mapping[str, Tensor],
     ) -> tuple[float, float] | None:
-        """Learn the rounding of the weights in `solved`, in place; the layer's error before and after."""
+        """Learn the rounding of the weights in `solved`, in place. Returns the layer's error before and
+        after."""
         if not (self.needs.learning_steps and solved and self.original_after):
             return None
 

@@ -11,7 +11,7 @@ __all__ = ["CALIBRATION", "LEARNED", "SCARCE", "SELF"]
 CALIBRATION = "calibration"
 """In a manifest's `quantization`: how many sequences were read of each kind, and whether the text fits."""
 LEARNED = "layer_error"
-"""In the same place: each layer's error before and after its rounding was learned, where it was to be;
+"""In the same place: each layer's error before and after its rounding was learned, if the recipe asks for it;
 empty if the text was too short."""
 SCARCE = "experts_with_few_tokens"
-"""In the same place: experts that fewer tokens reached than they have inputs, where there are any."""
+"""In the same place: experts that were reached by fewer tokens than they have inputs, if there are any."""

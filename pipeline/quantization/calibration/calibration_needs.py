@@ -27,13 +27,13 @@ class CalibrationNeeds:
     squares: frozenset[str] = frozenset()
     """Modules for which the sum of squares of each input is needed."""
     solved: Mapping[str, WeightTask] = field(default_factory=dict)
-    """Modules whose weights are rounded on the text (GPTQ, AWQ), with what they become."""
+    """Modules whose weights are rounded on the text (GPTQ, AWQ), with their tasks."""
     corrects: bool = True
-    """Whether later columns make up for a column's rounding error (GPTQ, `second_order.py`)."""
+    """Whether later columns compensate a column's rounding error (GPTQ, `second_order.py`)."""
     equalizes: bool = False
-    """Whether columns are scaled and norms take the scales over (AWQ, `equalization.py`)."""
+    """Whether columns are scaled and norms absorb the scales (AWQ, `equalization.py`)."""
     learning_steps: int = 0
-    """Steps for which each layer's rounding is learned after that (`learned_rounding.py`)."""
+    """Number of steps for which each layer's rounding is learned afterwards (`learned_rounding.py`)."""
 
     def solves(self, modules: Iterable[str]) -> bool:
         return any(module in self.solved for module in modules)

@@ -21,11 +21,12 @@ class CalibrationResult:
     """The fields are by module, unless they say otherwise.
 
     largest:   the inputs' largest magnitude; for an expert that no token reaches, the largest of its layer
-    squares:   float64 [K], the sum of squares of each input; none for an expert that no token reaches
-    solved:    readers of weights that were rounded on the text: all together are as large as the artifact
+    squares:   float64 [K], the sum of squares of each input; absent for an expert that no token reaches
+    solved:    functions that read the weights rounded on the text, which together are as large as the
+               artifact
     scarce:    experts with fewer tokens than inputs, rounded on the inputs of their whole layer
-    equalized: norms that have taken scales over, by the norm's tensor
-    learned:   by decoder layer, its error before and after its rounding was learned (`LearnedLayer`)
+    equalized: norms that have absorbed scales, by the norm's tensor
+    learned:   for each decoder layer, its error before and after its rounding was learned (`LearnedLayer`)
     """
 
     largest: dict[str, float] = field(default_factory=dict)

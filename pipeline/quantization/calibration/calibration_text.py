@@ -22,7 +22,7 @@ from ...records.recipe import HUB, SELF, calibration_name
 
 SEQUENCES, SEQUENCE_TOKENS = 512, 512
 HUB_FORM = f"{HUB}OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]]"
-"""`train` and `text` where it names no split and no column."""
+"""The form of a data set's name; the split is `train` and the column `text` unless others are named."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CalibrationText:
     """name:       what `--calibration` takes, as `calibration_name` has it
     shape:      sequences, at most 512, and the tokens of each, 512
     sequences:  int64 [shape]; None if the model is still to draw them
-    parameters: what of the text decides an artifact's bytes
+    parameters: the properties of the text that decide an artifact's bytes
     """
 
     name: str
@@ -69,7 +69,7 @@ def _windows(tokenizer: Any, texts: Iterable[str]) -> list[Tensor]:
 
 
 def _file_windows(tokenizer: Any, path: Path) -> tuple[list[Tensor], str]:
-    """The file's tokens, and the sha256 of all of it."""
+    """The file's tokens, and the sha256 of the whole file."""
     try:
         return _windows(tokenizer, read_texts(path)), hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -93,7 +93,7 @@ class _HubTexts:
 
     @classmethod
     def of(cls, source: str) -> "_HubTexts":
-        """UserError if `source` is not of that form."""
+        """The data set that `source` names. UserError if `source` is not of the form `HUB_FORM`."""
         name, *parts = source.removeprefix(HUB).split(":")
         name, at, revision = name.partition("@")
         owner, *more = name.split("/", 2)
@@ -105,7 +105,8 @@ class _HubTexts:
         return cls(dataset, configuration, revision or None, split or "train", column or "text")
 
     def texts(self) -> Iterator[str]:
-        """Streamed; errors of the Hub, the network and the data set's own format are raised."""
+        """The column's texts, streamed; errors of the Hub, the network and the data set's format are
+        raised."""
         datasets = importlib.import_module("datasets")
         for row in datasets.load_dataset(
             self.dataset, self.configuration, split=self.split, revision=self.revision, streaming=True
@@ -114,7 +115,7 @@ class _HubTexts:
 
 
 def _dataset_texts(source: str) -> Iterator[str]:
-    """UserError says why the texts cannot be read."""
+    """The texts of a data set on the Hub. UserError says why they cannot be read."""
     named = _HubTexts.of(source)
     try:
         importlib.import_module("datasets")

@@ -22,7 +22,7 @@ STEP = "step"
 
 
 class GraphSampler:
-    """`count` sequences of `length` tokens at most, side by side; again and again."""
+    """Generates `count` sequences of at most `length` tokens side by side, any number of times."""
 
     def __init__(self, model: PreTrainedModel, count: int, length: int):
         config = model.config.get_text_config(decoder=True)
@@ -50,12 +50,12 @@ class GraphSampler:
         )
 
     def begin(self, ids: Tensor) -> None:
-        """int64 [count, 1]: the first token of each sequence."""
+        """Begin new sequences. ids: int64 [count, 1], the first token of each sequence."""
         self.ids.copy_(ids)
         self.position.zero_()
 
     def next(self, chance: Tensor) -> Tensor:
-        """The next token of each, int64 [count, 1]; chance: fp32 [count, 1], drawn evenly from 0..1."""
+        """The next token of each sequence, int64 [count, 1]. chance: fp32 [count, 1], uniform from 0 to 1."""
         self.chance.copy_(chance)
         if STEP in self.graphs:
             self.graphs.replay(STEP)

@@ -25,7 +25,7 @@ from ..shards.work_record import WorkRecord
 
 IMPLEMENTATION = "scalegate_calibration"
 LEAST = 1e-6
-"""Of the largest magnitude: a layer whose values are all 0 still gets a scale above 0."""
+"""A lower limit for the largest magnitude, so that a layer whose values are all 0 gets a scale above 0."""
 
 
 def find_kv_scales(

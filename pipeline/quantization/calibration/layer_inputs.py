@@ -14,15 +14,15 @@ from ..solvers.equalization import NormOutputs
 from .calibration_needs import CalibrationNeeds
 
 LAST = "output projection"
-"""What comes after the decoder layers, as a layer of its own."""
+"""The name under which the output projection counts as a layer of its own."""
 
 
 @dataclass
 class Inputs:
-    """Sums over the inputs that some linears have in common.
+    """Sums over the inputs that several linear layers share.
 
-    most:    the largest magnitude, where they lie: asking for its number waits for a GPU
-    hessian: fp32 [K, K], the sum of x xᵀ, where a weight is solved; tokens: how many inputs there were
+    most:    the largest magnitude, as a tensor on the inputs' device, since reading it would wait for a GPU
+    hessian: fp32 [K, K], the sum of x xᵀ, if a weight is solved; tokens: the number of inputs
     paired:  fp32 [K, K], the sum of x₀ xᵀ, x₀ being the inputs of the original model
     """
 
@@ -54,7 +54,7 @@ class Inputs:
             _add_products(self.hessian, x, x)
 
     def see_original(self, original: Tensor, x: Tensor) -> None:
-        """The inputs that the original model has in the place of `x`."""
+        """Add the inputs that the original model has in place of `x`."""
         if self.paired is None:
             self.paired = x.new_zeros(x.shape[-1], x.shape[-1], dtype=torch.float32)
         _add_products(self.paired, original, x)
@@ -66,7 +66,7 @@ class LayerInputs:
 
     stream: LayerStream
     original: HiddenStates | None
-    """The original model's states before this layer, where weights are solved."""
+    """The original model's hidden states before this layer; None unless weights are solved."""
     name: str
     places: Places
     needs: CalibrationNeeds
@@ -74,11 +74,11 @@ class LayerInputs:
     solving: list[str] = field(default_factory=list)
     """Modules whose weights are to be solved."""
     scarce: list[str] = field(default_factory=list)
-    """Of those, experts with fewer tokens than they have inputs."""
+    """Experts among these modules that were reached by fewer tokens than they have inputs."""
     original_after: HiddenStates | None = None
-    """The original's states after this layer."""
+    """The original model's hidden states after this layer."""
     read_norms: dict[str, list[Slot]] = field(default_factory=dict)
-    """By norm within the layer, the linears that read what it gives."""
+    """For each norm in the layer, the linear layers that read its output."""
 
     def read(self) -> None:
         self.by_module = self._of_last() if self.name == LAST else self._of_layer()

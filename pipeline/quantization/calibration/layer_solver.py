@@ -40,7 +40,7 @@ class LayerSolver:
     quantizer: WeightQuantizer
     shared: Shared
     curvatures: dict[tuple[int, int, int, int], Curvature] = field(default_factory=dict)
-    """Made once for weights with the same inputs; keyed by what decides them."""
+    """The curvatures, each made once for all weights with the same inputs; the key identifies the inputs."""
 
     def equalize(self, inputs: LayerInputs) -> tuple[dict[str, EqualizedNorm], dict[str, Tensor]]:
         """Norms that absorbed scales, and the scales, fp32 [K], by the module whose columns have them."""
@@ -64,7 +64,7 @@ class LayerSolver:
         return (equalized, scales) if self._computes_the_same(equalized, scales) else ({}, {})
 
     def _may_scale(self, slot: Slot) -> bool:
-        """Whether all of that parameter is one weight that is solved."""
+        """Whether the parameter is a single weight that is solved."""
         linears = self.places.by_slot.get(slot, [])
         whole = len(linears) == 1 and linears[0].expert is None and linears[0].rows is None
         return whole and linears[0].module in self.needs.solved
@@ -99,7 +99,7 @@ class LayerSolver:
         return self._plain(module, values).weight.dequantize(torch.float32)
 
     def _plain(self, module: str, values: Tensor) -> QuantizedWeight:
-        """Rounded by itself."""
+        """The weight rounded by itself, without a text."""
         spec = self.needs.solved[module].spec
         return QUANTIZERS[spec.name].quantize(values, spec, self.quantizer.scale_dtype, self._shared(module))
 
@@ -109,7 +109,8 @@ class LayerSolver:
     def solve(
         self, inputs: Mapping[str, Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
     ) -> dict[str, CalibratedWeight]:
-        """scales: fp32 [K] of the columns, by module, if a norm has absorbed them"""
+        """Round all weights of the layer. scales: fp32 [K] of the columns, by module, if a norm has absorbed
+        them"""
         solved: dict[str, CalibratedWeight] = {}
         for modules in self._together(inputs, solving, scales):
             problems = [self.problem(module, inputs[module], scales.get(module)) for module in modules]
@@ -127,7 +128,8 @@ class LayerSolver:
     def _together(
         self, inputs: Mapping[str, Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
     ) -> list[list[str]]:
-        """Modules whose rows are solved at once: neighbours with the same inputs in one format."""
+        """Groups of modules whose rows are solved together: neighbours with the same inputs and one
+        format."""
 
         def alike(module: str) -> tuple[object, ...]:
             spec = self.needs.solved[module].spec
@@ -162,7 +164,8 @@ class LayerSolver:
         ]
 
     def problem(self, module: str, inputs: Inputs, columns: Tensor | None) -> "Problem":
-        """columns: fp32 [K], the scales of the weight's columns, if a norm has absorbed them"""
+        """The problem of one weight. columns: fp32 [K], the scales of its columns, if a norm has absorbed
+        them"""
         linear = self.places.linears[module]
         together = self._corrector(module).columns_together(self.needs.solved[module].spec)
         hessian, cross = inputs.hessian, inputs.cross if self.needs.corrects else None
@@ -179,7 +182,7 @@ class LayerSolver:
         return Problem(values, _target(values, cross, curvature), hessian, columns, curvature)
 
     def levels(self, module: str, weight: Weight) -> Levels:
-        """The levels of its `weight`, on the device."""
+        """The levels of the module's `weight`, on the device."""
         return self._corrector(module).levels(weight.to(self.quantizer.device))
 
     def _corrector(self, module: str) -> CorrectingQuantizer:
@@ -194,8 +197,8 @@ class LayerSolver:
 class Problem:
     """The target for rounding one weight [N, K].
 
-    values:  fp32, with scales of its columns in it
-    target:  fp32, whose outputs are wanted on the inputs that it gets
+    values:  fp32, the weight, multiplied by the scales of its columns
+    target:  fp32, the weight whose outputs are to be matched on the inputs in serving
     hessian: fp32 [K, K], of inputs without those scales; columns: the scales, fp32 [K]
     """
 
@@ -206,7 +209,7 @@ class Problem:
     curvature: Curvature
 
     def judged(self, weight: Weight, earlier: CalibratedWeight) -> CalibratedWeight:
-        """`weight`, on the CPU, in the place of the one that was found `earlier`."""
+        """`weight` on the CPU, judged like the weight that was found `earlier`, which it replaces."""
         here = QuantizedWeight(weight.to(self.values.device), 0.0, earlier.quantized.squared_norm)
         return CalibratedWeight.of(self.values, self.target, [here], self.curvature, earlier.before)
 

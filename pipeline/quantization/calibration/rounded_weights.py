@@ -21,7 +21,7 @@ def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, S
     """Replacements for the linear layers' weights, by module; a weight that is not a tensor [N, K] by itself
     is left out.
 
-    device: where they are rounded
+    device: where the weights are rounded
     """
     stored = stored_weights(checkpoint)
     quantizer = WeightQuantizer(default_dtype(checkpoint), device)

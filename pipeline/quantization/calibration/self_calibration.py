@@ -32,14 +32,14 @@ from .graph_sampler import GraphSampler, chosen
 from .rounded_weights import rounded_weights
 
 AT_ONCE = 64
-"""Sequences drawn side by side, at most."""
+"""The most sequences that are generated side by side."""
 SEED = 20
 LARGEST_PLAIN = {"cpu": 2 << 30, "cuda": 16 << 30}
-"""Bytes of weights up to which a model writes as it is, by the device's type."""
+"""For each type of device, the bytes of weights up to which a model generates text unquantized."""
 KV_BYTES = {"cpu": 1 << 30, "cuda": 7 << 29}
-"""Of all keys and values of the sequences that are drawn side by side."""
+"""The most bytes for keys and values of sequences that are generated side by side."""
 PLAIN_MEMORY, ROUNDED_MEMORY = 1.5, 0.6
-"""What a model that writes takes, of its weights' bytes."""
+"""The memory of a generating model as a multiple of its weights' bytes, unquantized and in INT4."""
 
 
 def can_draw(checkpoint: Checkpoint, device: torch.device) -> bool:
@@ -61,7 +61,7 @@ def sample_sequences(
 ) -> Tensor:
     """int64 [sequences, tokens] from the model at temperature 1; the same numbers for the same device.
 
-    kept: a file that they are read from if it is there, and written to otherwise
+    kept: a file from which the sequences are read if it exists, and to which they are written otherwise
     Raises UserError if the model does not fit into memory.
     """
     if not kept.is_file():

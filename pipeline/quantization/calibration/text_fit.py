@@ -17,7 +17,7 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...model_loader.layer_stream import LayerStream
 
 SEQUENCES_READ = 16
-"""Of each kind, from all over the text."""
+"""How many sequences of each kind are read, spread over the whole text."""
 LEAST_STRANGE = 1.5
 """A text does not fit above this many times the model's own nats. The 5M checkpoint, trained on Python, is at
 1.0 on its held-out text, 1.1 on C, 1.9 on prose and 3.0 on random bytes."""
@@ -57,14 +57,15 @@ class TextFit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "TextFit":
-        """Undoes `to_json`."""
+        """Inverse of `to_json`."""
         return cls(**value["nats_per_token"])
 
 
 def measure_fit(
     checkpoint: Checkpoint, text: Tensor, own: Tensor | None, vocabulary: int, device: torch.device
 ) -> TextFit:
-    """Measured on a few sequences of both, int64 [S, T]."""
+    """How well a text fits the model, measured on a few sequences of the text and of the model, int64 [S,
+    T]."""
     few = text[torch.linspace(0, len(text) - 1, min(len(text), SEQUENCES_READ)).long()]
     on_own = None if own is None else _nats_on(checkpoint, own[:SEQUENCES_READ], device)
     return TextFit(_nats_on(checkpoint, few, device), on_own, math.log(vocabulary))

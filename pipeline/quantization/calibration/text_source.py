@@ -26,7 +26,7 @@ def budget_source(recipe: Recipe, given: str | None) -> str:
 
 
 def kv_description(kv_format: str, text: str | None) -> str:
-    """For people: the KV format, and the text that its scales come from, if it has scales.
+    """A description of the KV format, and of the text that its scales come from, if it has scales.
 
     text: the name of the text that is read; None if none is
     """

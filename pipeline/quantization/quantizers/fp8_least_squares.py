@@ -60,7 +60,8 @@ def quantize_fp8(
 
 
 def quantize_fp8_blocks(weight: Tensor, spec: FP8) -> QuantizedWeight:
-    """The same in blocks of 128 rows and columns, with scales in fp32. Its first row is a block's first."""
+    """Like `quantize_fp8`, in blocks of 128 rows and columns with scales in fp32. Row 0 is the first of a
+    block."""
     n, k = weight.shape
     device, groups, blocks = weight.device, k // BLOCK, -(-n // BLOCK)
     codes = torch.empty(n, k, dtype=E4M3, device=device)
@@ -130,6 +131,6 @@ def _nearest(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor] | None = No
 
 
 def _stored(step: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """`step` in `scale_dtype`, and never zero."""
+    """`step` rounded to `scale_dtype`, but never zero."""
     smallest = max(torch.finfo(scale_dtype).smallest_normal * 2.0**-10, SMALLEST)
     return step.clamp(min=smallest).to(scale_dtype).float()

@@ -16,7 +16,7 @@ class FP8Quantizer:
         return None if isinstance(spec, FP8) else f"the FP8 quantizer does not make {spec.label}"
 
     def measure(self, values: Tensor) -> float:
-        """The largest magnitude."""
+        """The largest magnitude of the weights."""
         return float(values.abs().amax())
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:

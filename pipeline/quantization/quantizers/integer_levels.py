@@ -11,7 +11,7 @@ from ....layouts.formats.weight_format import Weight
 from ..solvers.integer_least_squares import INT4_CODES, INT8_CODES, as_stored
 
 Make = Callable[[Tensor, Tensor], Weight]
-"""The weight of levels [N, K], whole numbers in fp32, and scales [N, groups] as they are stored."""
+"""Makes a weight from levels [N, K], whole numbers in fp32, and scales [N, groups] as they are stored."""
 
 
 class IntegerLevels:

@@ -30,13 +30,14 @@ from .quantizer import QuantizedWeight
 BLOCKS = SUPER_BLOCK // BLOCK
 FLAT = tuple(MAGNITUDES[-1] / magnitude for magnitude in MAGNITUDES[:-1])
 RATIOS = tuple(0.44 + 0.04 * i for i in range(17)) + FLAT
-"""What the codebook's largest magnitude is worth, of a block's largest; in flat ones a lesser is that."""
+"""Candidate scales: the value of the codebook's largest magnitude as a share of a block's largest weight."""
 SUPER_RATIOS = tuple(0.7 + 0.02 * i for i in range(26))
-"""Of the super-block scale at which its largest block scale has the highest code."""
+"""Candidate super-block scales, relative to the scale at which the largest block scale has the highest
+code."""
 FITS = 2
 MAX_CODE = 2**BLOCK_SCALE_BITS - 1
 CHUNKS = 1 << 15, 1 << 22
-"""Weights solved at once, on the CPU and on a GPU: each takes 128 bytes three times."""
+"""How many weights are solved at once, on the CPU and on a GPU: each takes three times 128 bytes."""
 
 
 def quantize_iq2_xxs(weight: Tensor, spec: IQ2XXS, importance: Tensor | None = None) -> QuantizedWeight:
@@ -92,7 +93,7 @@ def _solve(x: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _signs_apart(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Magnitudes under an even number of minus signs (one may be below zero), and the seven signs stored."""
+    """Magnitudes for an even number of minus signs (one may be negative), and the seven stored signs."""
     negative = vectors < 0
     cost = torch.where(vectors != 0, weights * vectors.abs(), 0.0)
     turned = cost.argmin(1, keepdim=True)
@@ -147,10 +148,10 @@ def _fit(wanted: Tensor, dot: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _spread(scale: Tensor) -> Tensor:
-    """[blocks] to [vectors, 1]."""
+    """Repeat each block's scale [blocks] for its vectors: [vectors, 1]."""
     return scale.repeat_interleave(VECTORS).unsqueeze(1)
 
 
 def _by_block(values: Tensor) -> Tensor:
-    """The sums of each block's vectors: [vectors, 1] to [blocks]."""
+    """The sum of each block's vectors, [blocks], from `values` [vectors, 1]."""
     return values.view(-1, VECTORS).sum(1)

@@ -27,9 +27,9 @@ from .quantizer import QuantizedWeight
 CODES_BELOW, CODES_ABOVE = 2, 6
 LARGEST_CODE_OF_FINER_GRID = 4.0
 LARGEST_E4M3 = 0x7E
-"""The byte of 448; the one above it is NaN."""
+"""The E4M3 byte of 448; the next byte is NaN."""
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -100, 100
-"""Of global scales: their reciprocals and products with E4M3 stay normal numbers."""
+"""Exponents of global scales, within which reciprocals and products with E4M3 stay normal numbers."""
 ONE, EXPONENT_BITS = 1.0, 0x7F800000
 TO_HALF_SPACING = 2.0**22
 """Of fp32, which has 23 bits of mantissa: 2^(e+22) + y rounds y to multiples of 2^(e-1)."""

@@ -13,11 +13,11 @@ SMALLEST = 2.0**-120
 
 
 class NVFP4Grid:
-    """Its one parameter is the value of a code of 1: the E4M3 scale times the global one."""
+    """NVFP4's grid. Its only parameter is the value of a code of 1: the E4M3 scale times the global scale."""
 
     group_size = GROUP_SIZE
     offsets = sorted(range(-CODES_BELOW, CODES_ABOVE + 1), key=abs)
-    """Of E4M3 codes, from the one that makes the largest weight 6: as the data-free solver tries them."""
+    """Offsets from the E4M3 code that makes the largest weight 6, the same as in the data-free solver."""
     candidates = len(offsets)
 
     def __init__(self, global_scale: Tensor):

@@ -97,7 +97,7 @@ class SharingQuantizer(Quantizer, Protocol):
     """A quantizer of a format with tensors that merged weights share: found before anything is quantized."""
 
     def measure(self, values: Tensor) -> float:
-        """A number of rows [rows, K]; the largest of all blocks decides the shared tensors."""
+        """A number computed from rows [rows, K]; the largest over all blocks decides the shared tensors."""
         ...
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:

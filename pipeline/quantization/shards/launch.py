@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 PIPELINE = (sys.executable, "-P", "-m", "scalegate.pipeline")
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
-"""For the others to end by themselves once one has failed."""
+"""How many seconds the other processes have to end by themselves after one has failed."""
 
 
 def devices_of(words: str) -> list[str]:
@@ -89,7 +89,7 @@ def _first_failure(processes: dict[str, subprocess.Popen[bytes]]) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Processes that know of a failure end by themselves; the rest are ended."""
+    """End all processes. Those that know of a failure end by themselves; the others are stopped."""
     deadline = time.monotonic() + GRACE_SECONDS
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

@@ -7,7 +7,7 @@ from ....base.progress import progress_bar
 from .ranks import Ranks
 
 REPORT_BYTES = 16 << 20
-"""Bytes after which the other processes are told of progress."""
+"""How many bytes are read between two reports of progress to the other processes."""
 
 
 @contextmanager

@@ -25,10 +25,10 @@ T = TypeVar("T")
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 120.0
-"""A process that has not said for so long that it lives is taken for dead."""
+"""A process that has given no sign of life for this many seconds counts as dead."""
 LEAVE_SECONDS = 5.0
 FAULT = 70
-"""EX_SOFTWARE of sysexits.h: not the user's fault."""
+"""The exit status of a fault that is not the user's: EX_SOFTWARE of sysexits.h."""
 INTERRUPTED = 130
 FAILED = "failed"
 GO_ON = "run the same command again: finished shards are kept"
@@ -49,7 +49,7 @@ class RankLost(click.ClickException):
 
 
 class Ranks:
-    """This process among `size`. All processes must make these calls in the same order."""
+    """This process and its rank among `size`. All processes must make these calls in the same order."""
 
     def __init__(self, store: Store, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
@@ -110,7 +110,7 @@ class Ranks:
         return done
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Everybody's `value`, which JSON can hold, in the order of the ranks."""
+        """The `value` of every process, which JSON can hold, in the order of the ranks."""
         with self._reaching():
             self._store.set(f"{what} of {self.rank}", json.dumps(value))
         keys = [f"{what} of {rank}" for rank in range(self.size)]
@@ -119,7 +119,7 @@ class Ranks:
             return [json.loads(self._store.get(key)) for key in keys]
 
     def meet(self, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Wait until all have come here; `meanwhile` is called now and then."""
+        """Wait until all processes have made this call; `meanwhile` is called from time to time."""
         self.count(f"{what} reached", 1)
 
         def all_here() -> bool:
@@ -171,7 +171,7 @@ class Ranks:
             self._store.compare_set(FAILED, "", json.dumps(reason))
 
     def _leave(self) -> None:
-        """The first process may hold the store, so it leaves last."""
+        """Leave the job. The first process leaves last, since it may hold the store."""
         with suppress(RuntimeError):
             left = self._store.add("left", 1)
             deadline = time.monotonic() + LEAVE_SECONDS

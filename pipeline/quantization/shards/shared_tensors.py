@@ -30,7 +30,7 @@ LOADED_AS_ONE = (
 """Names that engines load as one weight, for models whose skeleton cannot be asked."""
 
 Shared = Mapping[str, Mapping[str, Tensor]]
-"""By module, the tensors that its format shares."""
+"""For each module, the tensors that it shares with others."""
 
 
 def find_shared_tensors(

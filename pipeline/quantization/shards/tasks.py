@@ -48,7 +48,7 @@ class WeightTask:
 
     tensor: the checkpoint tensor it is made from
     linear: the linear weight, None for a whole tensor copied under its own name, or a bias
-    spec:   what it becomes; Unquantized where it stays as it is
+    spec:   the format in which it is written; Unquantized if it stays as it is
     bias:   a single expert's bias
     """
 
@@ -63,7 +63,7 @@ class WeightTask:
 
     @property
     def written_name(self) -> str:
-        """The tensor that it writes if it stays unquantized."""
+        """The name of the tensor that the task writes if it stays unquantized."""
         if self.bias is not None:
             return self.bias.name
         return f"{self.linear.module}.weight" if self.linear else self.tensor
@@ -79,13 +79,14 @@ class QuantizationTasks:
     ignore: list[str]
     """Every linear module that stays unquantized, by each name that a reader may know it by."""
     other_names: dict[str, str]
-    """What other readers call quantized modules whose checkpoint's name they do not use, to that name."""
+    """Names of quantized modules in other readers, each with the checkpoint's name, if the two differ."""
     untied: bool
-    """The output projection gets weights of its own, and the config has to say so."""
+    """Whether the output projection gets weights of its own, which the config then has to declare."""
     own_head: tuple[str, str] | None = None
-    """The tensors of an output projection of its own and of the embeddings; None if they are one."""
+    """The tensors of the output projection and of the embeddings; None if they share one tensor."""
     fitted: str = ""
-    """What became of the layers that the recipe's format could not have, in one line."""
+    """One line on layers that cannot have the recipe's format and got another one; empty if there are
+    none."""
 
     @property
     def specs(self) -> dict[str, WeightFormat]:
@@ -114,7 +115,8 @@ def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
 
 
 def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
-    """`recipe` applied. UserError for a pattern that matches nothing, or a shape that does not fit."""
+    """Apply `recipe`. UserError for a pattern that matches nothing, or a shape that does not fit the
+    format."""
     weights = find_linear_weights(checkpoint)
     linears = {weight.module: weight for group in weights.linears.values() for weight in group}
     head = weights.tied_lm_head
@@ -170,7 +172,8 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
 
 
 def _counted(linears: Collection[str], others: Mapping[str, str]) -> str:
-    """`2 linear weights`, and what else might be taken for some: `16 × Conv1D weight, not a Linear`."""
+    """The number of linear weights, and of tensors that only look like some: `16 × Conv1D weight, not a
+    Linear`."""
     unlike = Counter(kind for kind in others.values() if kind.endswith(NOT_LINEAR))
     return ", ".join(
         [f"{len(linears)} linear weights", *(f"{count} × {kind}" for kind, count in unlike.items())]
@@ -315,7 +318,8 @@ def _fitted(
 
 
 def _said(unfit: Mapping[str, str], fitted: Mapping[str, WeightFormat]) -> str:
-    """`48 x INT4 g64, zero points (K = 2880 is no multiple of group size 128)`, for each reason."""
+    """The fitted formats as text: `48 x INT4 g64, zero points (K = 2880 is no multiple of group size
+    128)`."""
     counts = Counter(
         (fitted[module].label if module in fitted else "kept as it is", reason)
         for module, reason in unfit.items()

@@ -20,7 +20,8 @@ from ..quantizers.quantizer import QuantizedWeight, SharingQuantizer, WeighingQu
 from ..solvers.importance import importance_of_columns
 
 CPU_BLOCK, GPU_BLOCK = 1 << 24, 1 << 28
-"""Weights read and quantized together: beside its result, a task holds only fp32 copies of a block."""
+"""How many weights are quantized together: besides its result, a task holds only fp32 copies of such a
+block."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class WeightQuantizer:
     scale_dtype: torch.dtype
     device: torch.device
     importance: Mapping[str, Tensor] = field(default_factory=dict)
-    """How much each input of a module matters, fp32 [K], from a text; else it follows from the weights."""
+    """The importance of each input of a module, fp32 [K], from a text; without one it follows from the
+    weights."""
 
     def quantize(
         self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]
@@ -57,7 +59,8 @@ class WeightQuantizer:
         return max(quantizer.measure(values) for values in self._blocks(checkpoint, linear))
 
     def _blocks(self, checkpoint: Checkpoint, linear: LinearWeight, together: int = 1) -> Iterator[Tensor]:
-        """together: of every block's number of rows, but for the last one's, a divisor"""
+        """Blocks of rows of a weight. together: a divisor of every block's number of rows except the last
+        one's"""
         rows = (CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK) // linear.k
         rows = max(together, rows // together * together)
         for start in range(0, linear.n, rows):
@@ -87,7 +90,7 @@ def read_bias(checkpoint: Checkpoint, bias: ExpertBias) -> Tensor:
 
 
 def read_kept(checkpoint: Checkpoint, info: TensorInfo) -> tuple[torch.dtype, Iterator[Tensor]]:
-    """The dtype a copied tensor is written in, and its elements; FP8 becomes bf16, its scales go."""
+    """The dtype in which a copied tensor is written, and its elements; FP8 becomes bf16, without scales."""
     if info.dtype in FLOAT8 and scale_of(checkpoint, info.name) is not None:
         return torch.bfloat16, _dequantized_chunks(checkpoint, info)
     return info.dtype, _checked_chunks(checkpoint, info)

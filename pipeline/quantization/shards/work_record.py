@@ -36,7 +36,7 @@ from ...records.file_digests import sha256_of
 RECORD_NAME = ".scalegate-quantize.json"
 LOCK_NAME = ".scalegate-quantize.lock"
 STALE_S = 0.2
-"""Enough for a second try: where the lock is a mere file, the first one finds that its process is gone."""
+"""Seconds for a second try: if the lock is a plain file, the first try finds that its process has ended."""
 CALIBRATION_FOLDER = ".scalegate-calibration"
 PARTS_FOLDER = ".scalegate-parts"
 FINISHED_SUFFIX, MEASURED_SUFFIX = ".finished.json", ".measured.json"
@@ -66,9 +66,10 @@ class WorkRecord:
     parameters: dict[str, Any]
     shards: dict[str, FinishedShard] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
-    """By module, what decides the tensors that it shares with others (`shared_tensors.py`)."""
+    """For each module, the measurement that decides its shared tensors (`shared_tensors.py`)."""
     kv: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By attention module, the largest of its keys and of its values on a text (`kv_scales.py`)."""
+    """For each attention module, the largest magnitude of its keys and of its values on a text
+    (`kv_scales.py`)."""
 
     @property
     def calibration(self) -> Path:

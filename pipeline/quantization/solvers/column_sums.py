@@ -13,7 +13,7 @@ from torch import Tensor
 from ...machine.cores import available_cores
 
 CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 25
-"""Weights solved at once: what stays in one core's cache, and what fills a GPU."""
+"""How many weights are solved at once: as many as stay in one core's cache, and as many as fill a GPU."""
 
 
 def solve_rows(
@@ -25,7 +25,7 @@ def solve_rows(
 ) -> None:
     """`solve` for blocks of the rows of a weight [n, k]; on the CPU several at a time, each on one core.
 
-    chunks: weights to a block, on the CPU and on a GPU
+    chunks: number of weights in a block, on the CPU and on a GPU
     Splitting every small operation over the cores instead waits for the slowest of them each time: on a busy
     machine, hardly anything gets done.
     """
@@ -60,5 +60,5 @@ def fold(x: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> float:
-    """numpy's pairwise sum: one thread, one order."""
+    """The sum by numpy's pairwise summation, which uses one thread and one order."""
     return float(np.sum(values.cpu().numpy(), dtype=np.float64))

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 EXPONENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 LEAST_INPUT = 1e-3
-"""Of the largest root mean square: no input counts as smaller, and none is scaled up without end."""
+"""The least root mean square of an input, as a share of the largest, which limits how far inputs are scaled
+up."""
 TOLERANCE = 0.02
 """Largest relative change of a layer's update once scales are folded in: the rounding error of bf16."""
 
 Round = Callable[[Tensor], Tensor]
-"""fp32 [N, K] to the nearest that a format offers."""
+"""Rounds a weight, fp32 [N, K], to the nearest values of a format."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class EqualizedNorm:
 
 
 class NormOutputs:
-    """While open, remembers the last outputs of a layer's norms, to tell which norm made a tensor.
+    """Inside the `with` block, records the last outputs of a layer's norms, to find the norm that made a
+    tensor.
 
     A norm is a module whose one parameter is a `weight` of one dimension.
     """
@@ -77,7 +79,7 @@ def scaled_norm(
     """The norm's weight [K] divided by the best scales, in its own dtype; None if no scales lower the error.
 
     hessian: fp32 [K, K], the sum of x xᵀ over the norm's outputs
-    weights: fp32 [N, K] each, those that read them; rounds: how each is rounded
+    weights: the weights that read these outputs, fp32 [N, K] each; rounds: how each is rounded
     """
     size = hessian.diagonal().clamp(min=0).sqrt()
     if not size.max() > 0:
