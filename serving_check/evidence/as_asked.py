@@ -29,6 +29,7 @@ def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...
             problems = list(_problems(planned, record, record.answer, tokenizer))
             if problems:
                 found.append(f"{planned.kind}: {'; '.join(problems)}")
+            found += _of_head(record, record.answer, result.model)
     return tuple(found)
 
 
@@ -47,6 +48,21 @@ def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
                 kept.append(said == first[key])
             first.setdefault(key, said)
     return tuple(kept)
+
+
+def _of_head(record: RequestRecord, answer: Answer, model: str | None) -> Iterator[str]:
+    """What does not depend on the kind of a request.
+
+    model: the name that it was asked by
+    """
+    if None not in (answer.model, model) and answer.model != model:
+        yield f"name of the model: {model!r} was asked, and the answer says it is of {answer.model!r}"
+    prompt, output = record.prompt_tokens, record.output_tokens
+    if record.total_tokens not in (None, prompt + output):
+        yield (
+            f"usage: it says {record.total_tokens} tokens in all, with {prompt} of the prompt and {output} "
+            "of the answer"
+        )
 
 
 def _problems(

@@ -25,6 +25,8 @@ class Answer:
     """The token ids of a chat's prompt; None if the server does not report them."""
     is_parsed: bool = False
     """Whether the server moved some of the text to other fields: reasoning, or calls of tools."""
+    model: str | None = None
+    """The name of the model, as the server told it."""
 
 
 def read_answer(events: Iterable[bytes]) -> Answer:
@@ -34,9 +36,10 @@ def read_answer(events: Iterable[bytes]) -> Answer:
     finish_reason: str | None = None
     logprobs: list[float | None] | None = None
     prompt: tuple[int, ...] | None = None
-    is_parsed = False
+    is_parsed, model = False, None
     for event, choice in _choices(events):
         delta = choice.get("delta") or {}
+        model = event.get("model", model)
         texts.append(choice.get("text") or delta.get("content") or "")
         is_parsed = is_parsed or any(delta.get(name) for name in PARSED)
         if (ids := choice.get("token_ids")) is not None:
@@ -49,7 +52,7 @@ def read_answer(events: Iterable[bytes]) -> Answer:
         if (ids := event.get("prompt_token_ids") or choice.get("prompt_token_ids")) is not None:
             prompt = tuple(ids)
     told_logprobs = None if logprobs is None else tuple(logprobs)
-    return Answer("".join(texts), token_ids, finish_reason, told_logprobs, prompt, is_parsed)
+    return Answer("".join(texts), token_ids, finish_reason, told_logprobs, prompt, is_parsed, model)
 
 
 PARSED = ("reasoning", "reasoning_content", "tool_calls")

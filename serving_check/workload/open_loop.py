@@ -22,6 +22,8 @@ from .use_plan import PlannedRequest
 
 LOGPROBS = 5
 """How many alternatives' logprobs are requested for each token: the most that OpenAI's API allows."""
+NEVER_SAID = ("\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}", "\N{COMET}\N{COMET}\N{COMET}")
+"""Stop strings sent before and after the one that ends the answer: a server must look for all of them."""
 END_BIAS = 100
 """The logit bias of the end token: the most that OpenAI's API allows, more than any difference of logits."""
 
@@ -42,6 +44,8 @@ class OpenLoopResult:
     generation_tokens: float | None
     """By how much the server's own counter of generated tokens rose; None if it has no such counter."""
     preemptions: int | None
+    model: str | None = None
+    """The name that requests call the model by."""
 
 
 def run_open_loop(
@@ -87,6 +91,7 @@ async def _run(
         steps_by_running=steps_by_running(before, after, endpoint.series),
         generation_tokens=difference(before, after, endpoint.series.generation_tokens),
         preemptions=preemptions(before, after, endpoint.series),
+        model=endpoint.model,
     )
 
 
@@ -120,7 +125,8 @@ def _own_fields(planned: PlannedRequest) -> Body:
         # Tokens are judged by the model's whole distribution, whatever its maker would leave out of it.
         return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     if planned.kind == "stop":
-        return {"stop": [planned.stop]}
+        first, last = NEVER_SAID
+        return {"stop": [first, planned.stop, last]}
     if planned.kind == "end":
         bias = {str(planned.end_token): END_BIAS}
         return {"ignore_eos": False, "logit_bias": bias, "min_tokens": planned.min_tokens}

@@ -96,6 +96,7 @@ async def stream_answer(
         e2el=ended - sent,
         output_tokens=output_tokens,
         prompt_tokens=usage.get("prompt_tokens", 0),
+        total_tokens=usage.get("total_tokens"),
         error=error,
     )
     return record, kept

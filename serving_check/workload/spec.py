@@ -61,6 +61,8 @@ class RequestRecord:
     """The prompt's token ids; empty unless answers are kept."""
     answer: Answer | None = field(default=None, repr=False)
     """The answer; None unless answers are kept."""
+    total_tokens: int | None = None
+    """The tokens of prompt and answer together, by the server's usage; None if it has no such field."""
 
     @property
     def arrivals(self) -> list[float]:

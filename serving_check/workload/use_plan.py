@@ -322,19 +322,20 @@ def _completion(kind: Kind, prompt: Sequence[int]) -> PlannedRequest:
 
 
 def _with_seeds_again(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """The shortest sampled prompt three times: twice with one seed, once with another. Not if there are fewer
-    sampled completions; chats are left out."""
+    """The shortest sampled prompt three times: with one seed at the beginning and at the end, beside the
+    fewest requests and beside the most, and in between with another seed. Not if there are fewer sampled
+    completions; chats are left out."""
     sampled = [
         index for index, request in enumerate(requests) if request.kind == "sampled" and not request.messages
     ]
     shortest = sorted(sampled, key=lambda index: len(requests[index].prompt))[:SEEDS_AGAIN]
     again = list(requests)
     if len(shortest) == SEEDS_AGAIN:
-        prompt = requests[shortest[0]].prompt
-        first, second, third = sorted(shortest)
-        again[first] = replace(again[first], prompt=prompt)
-        again[second] = replace(again[first], at=again[second].at)
-        again[third] = replace(again[first], at=again[third].at, seed=again[third].seed)
+        one = requests[shortest[0]]
+        others = [requests[index] for index in sampled if index not in shortest]
+        others.insert(len(others) // 2, replace(one, seed=requests[shortest[1]].seed))
+        for index, request in zip(sampled, [one, *others, one], strict=True):
+            again[index] = replace(request, at=requests[index].at)
     return again
 
 

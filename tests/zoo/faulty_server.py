@@ -3,7 +3,7 @@
     python -P faulty_server.py FAULT_FILE CHECKPOINT [options of `pipeline serve`...]
 
 Faults of the engine are injected around its step and its aborts, faults of the server around requests and
-streams; what they are is in `servers.py` and `servers_in_use.py`. One server serves for all of them, since
+streams and their events; what they are is in `servers*.py`. One server serves for all of them, since
 starting it takes longer than judging it. Several at once are separated by `+`.
 """
 
@@ -78,7 +78,7 @@ def forget_pages(engine: Engine) -> None:
 def make_streams_faulty(path: Path) -> None:
     """Every request, and every stream, goes through the faults that are on."""
     switch, traffic = Switch(path), Traffic()
-    asked, requests, streams = of("params"), of("request"), of("stream")
+    asked, requests, streams, events = map(of, ("params", "request", "stream", "events"))
     deltas, stream = Generation.deltas, app.stream
 
     async def faulty_deltas(self: Generation) -> AsyncIterator[list[Delta]]:
@@ -101,11 +101,13 @@ def make_streams_faulty(path: Path) -> None:
             known.open -= 1
 
     def faulty_stream(first: list[Delta], rest: Any, *others: Any) -> AsyncIterator[bytes]:
-        faults = switch.on(streams)
-        if not faults:
-            return stream(first, rest, *others)
-        changed = functools.reduce(lambda inner, fault: fault(traffic, inner), faults, chained(first, rest))
-        return stream([], changed, *others)
+        if faults := switch.on(streams):
+            changed = functools.reduce(
+                lambda inner, fault: fault(traffic, inner), faults, chained(first, rest)
+            )
+            first, rest = [], changed
+        sent = stream(first, rest, *others)
+        return functools.reduce(lambda inner, fault: fault(inner), switch.on(events), sent)
 
     Generation.deltas = faulty_deltas  # type: ignore[method-assign]
     app.stream = faulty_stream  # type: ignore[assignment]

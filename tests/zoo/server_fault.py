@@ -1,6 +1,6 @@
 """What a fault of a server is: where it is put, the check that must catch it, and that check's words.
 
-The faults themselves are in `servers.py` and `servers_in_use.py`; `all_server_faults.py` has them all.
+The faults themselves are in `servers*.py`; `all_server_faults.py` has them all.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Fault:
     words: str
     """Which its reason must hold: the cause, not only the symptom."""
     where: str
-    """engine, abort, params, request or stream: around what it is put, and so what `inject` is."""
+    """engine, abort, params, request, stream or events: around what it is put, and so what `inject` is."""
     inject: Any
     quick: bool
     """In every `make test`; the others are exhaustive."""

@@ -2,7 +2,7 @@
 
 The faults are a few lines each: around the engine's step, around a request before the engine gets it, or
 around a stream on its way out. `faulty_server.py` puts them in; `test_servers.py` runs the gate on them.
-Those that only a load as in use shows are in `servers_in_use.py`.
+Those that only a load as in use shows are in `servers_in_use.py` and `servers_as_asked.py`.
 """
 
 import asyncio

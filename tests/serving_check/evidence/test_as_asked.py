@@ -56,9 +56,10 @@ UNTOLD = {
 }
 
 
-def found(planned, output_tokens, answer, prompt_tokens=2, error=None):
+def found(planned, output_tokens, answer, prompt_tokens=2, error=None, total_tokens=None):
     record = RequestRecord(0.0, 0.1, (), 1.0, output_tokens, prompt_tokens, error, planned.prompt, answer)
-    return not_as_asked(OpenLoopResult(0.0, 1.0, (planned,), (record,), None, None, None), LETTERS)
+    record = replace(record, total_tokens=total_tokens)
+    return not_as_asked(OpenLoopResult(0.0, 1.0, (planned,), (record,), None, None, None, "model"), LETTERS)
 
 
 @pytest.mark.parametrize("kind", SOUND)
@@ -122,6 +123,15 @@ def test_prompts_of_another_length_and_short_answers_are_named():
     planned, _, _ = SOUND["end"]
     (problem,) = found(planned, 3, UNTOLD["end"])
     assert "3 tokens before its end, 4 were asked for" in problem
+
+
+def test_another_name_of_the_model_and_another_sum_of_tokens_are_named_whatever_was_asked():
+    planned, _, answer = SOUND["greedy"]
+    assert found(planned, 4, replace(answer, model="model"), total_tokens=6) == ()
+    assert found(planned, 4, replace(answer, model="other"), total_tokens=4) == (
+        "name of the model: 'model' was asked, and the answer says it is of 'other'",
+        "usage: it says 4 tokens in all, with 2 of the prompt and 4 of the answer",
+    )
 
 
 def test_failed_and_aborted_requests_are_left_out():

@@ -33,6 +33,12 @@ def test_log_probabilities_are_those_of_the_chosen_tokens():
     assert read_answer(events({"choices": [{"text": "x", "logprobs": None}]})).logprobs is None
 
 
+def test_the_name_of_the_model_is_the_last_that_was_told():
+    choice = {"choices": [{"text": "x"}]}
+    assert read_answer(events({**choice, "model": "a"}, {**choice, "model": "b"})).model == "b"
+    assert read_answer(events(choice)).model is None
+
+
 def test_a_completion_may_tell_its_prompt_in_its_choice():
     answer = read_answer(events({"choices": [{"text": "x", "prompt_token_ids": [1], "token_ids": [2]}]}))
     assert answer.prompt_token_ids == (1,) and list(answer.token_ids) == [2]

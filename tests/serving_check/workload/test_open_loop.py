@@ -81,6 +81,9 @@ def test_requests_are_sent_at_their_times_with_their_prompts(result):
         assert record.start >= planned.at - 0.02
         assert record.prompt == planned.prompt
         assert record.answer is not None and record.ttft is not None
+        assert record.answer.model == result.model
+        if planned.kind != "aborted":
+            assert record.total_tokens == record.prompt_tokens + record.output_tokens
 
 
 def test_token_ids_and_reasons_are_told(result):

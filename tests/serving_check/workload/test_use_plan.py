@@ -189,7 +189,7 @@ def test_a_sampled_prompt_comes_twice_with_one_seed_and_once_with_another():
         assert sorted(prompts.values())[-2:] == [1, 3]
         alike = [request for request in sampled if prompts[request.prompt[:8]] == 3]
         first, second, third = alike
-        assert first.seed == second.seed != third.seed and first.at < second.at < third.at
+        assert first.seed == third.seed != second.seed and first.at < second.at < third.at
         assert {replace(request, seed=0, at=0.0) for request in alike} == {replace(first, seed=0, at=0.0)}
 
 
@@ -221,6 +221,8 @@ def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
         (twice,) = (prompt for (prompt, _, _), count in drawn.items() if count == 2)
         assert len({(one.temperature, one.output_len) for one in sampled if one.prompt == twice}) == 1
         assert prompts[twice] == 2 and len(twice) == min(len(request.prompt) for request in sampled)
+        first, last = sampled[0], sampled[-1]
+        assert first.prompt == twice and first == replace(last, at=first.at), "beside few and beside many"
 
 
 def test_a_stop_string_comes_from_the_middle_of_an_answer():
