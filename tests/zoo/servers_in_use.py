@@ -31,6 +31,7 @@ WELL_UNDER_WAY = 4
 LONG_PROMPT = 256
 """Tokens: nearly a quarter of what the zoo's servers take, and four times a prompt of the policy's load."""
 PAUSE_S = 0.3
+TOKEN_S = 0.06
 LEAKED = 1 << 16
 """Bytes a request."""
 CLIFF = 3000
@@ -359,13 +360,12 @@ async def late(deltas: Callable[[], Deltas], is_late: bool) -> Deltas:
 async def slow_streams_when_sampled(
     traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
 ) -> Deltas:
-    """Something is done for each sampled token, in the server and not in the engine's step."""
-    last = time.perf_counter()
+    """Something is done for each sampled token, in the server and not in the engine's step, which goes on
+    meanwhile: so for as long as no busy machine takes for a token."""
     async for some in deltas():
-        if any(params.temperature for params in generation._params):
-            await asyncio.sleep((SLOWER - 1) * (time.perf_counter() - last))
-            last = time.perf_counter()
         yield some
+        if any(params.temperature for params in generation._params):
+            await asyncio.sleep(TOKEN_S * sum(len(delta.token_ids) for delta in some))
 
 
 # Around a stream, on its way to the client.

@@ -86,20 +86,19 @@ def check_speed_in_use(
         for figure in (_typical_tpot, _typical_ttft, _itl_p99)
     )
     slow = _slow_ms(pairs, by_m, bounds.max_tpot_ratio, tpot_margin)
-    problems = []
+    problems, latency_problems = [], []
     if high < bounds.throughput_floor:
         problems.append(
             f"output throughput is {ratio:.2f}× the baseline's ({high:.2f}× at most), where requests of all "
             "lengths come at any time"
         )
     if len(slow) >= max(LEAST_SLOW, LEAST_SHARE_SLOW * len(by_m)):
-        problems.append(_at_slow_ms(slow, len(by_m) - len(slow)))
+        latency_problems.append(_at_slow_ms(slow, len(by_m) - len(slow)))
     elif tpot is not None and tpot > bounds.max_tpot_ratio * tpot_margin:
-        problems.append(f"a request's TPOT is {tpot:.2f}× the baseline's")
+        latency_problems.append(f"a request's TPOT is {tpot:.2f}× the baseline's")
     if ttft is not None and ttft > bounds.max_ttft_ratio * ttft_margin:
-        problems.append(f"a request's first token takes {ttft:.2f}× the baseline's time")
-    if not problems:
-        problems += _slow_groups(blocks, bounds, tpot_margin, ttft_margin)
+        latency_problems.append(f"a request's first token takes {ttft:.2f}× the baseline's time")
+    problems += latency_problems or _slow_groups(blocks, bounds, tpot_margin, ttft_margin)
     if itl is not None and itl > bounds.max_itl_ratio * itl_margin:
         problems.append(
             f"the 99th percentile of the time between tokens is {itl:.2f}× the baseline's: streams wait "
