@@ -42,25 +42,27 @@ SHARD_NAME = "model{suffix}.safetensors"
 
 @dataclass(frozen=True)
 class PassResults:
-    """What passes over all weights and over the text found before the first shard is written; by module."""
+    """The results of the passes over all weights and over the text, before the first shard is written; by
+    module."""
 
     shared: Shared
     inputs: Mapping[str, InputFormat]
     solved: Mapping[str, WeightReader]
     kv_scales: Mapping[str, Tensor]
-    """By the tensor's name in the checkpoint, not by module."""
+    """The scales of keys and values, by the tensor's name in the checkpoint, not by module."""
     equalized: Mapping[str, EqualizedNorm]
-    """By the norm's tensor."""
+    """The norms that have absorbed scales, by the norm's tensor."""
 
     def norm_of(self, module: str) -> str | None:
-        """The norm that has taken over scales of the module's columns."""
+        """The norm that has absorbed the scales of the module's columns."""
         return next((name for name, norm in self.equalized.items() if module in norm.modules), None)
 
 
 def divide_into_shards(
     checkpoint: Checkpoint, tasks: list[WeightTask], max_shard_bytes: int
 ) -> dict[str, list[WeightTask]]:
-    """Consecutive tasks to files of at most `max_shard_bytes`; one that is larger alone has its own."""
+    """Divide the tasks, in order, among files of at most `max_shard_bytes`; a larger task gets its own
+    file."""
     split = split_state_dict_into_shards_factory(
         {str(index): task for index, task in enumerate(tasks)},
         get_storage_size=lambda task: output_bytes(checkpoint, task),
@@ -71,7 +73,7 @@ def divide_into_shards(
 
 
 def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
-    """What a task leaves in its shard."""
+    """The bytes that a task writes into its shard."""
     info = checkpoint.tensors[task.tensor]
     if task.bias is not None:
         return source_bytes(checkpoint, task)
@@ -124,7 +126,7 @@ def write_shards(
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
-    """Names at least as long and as many as the tensors these tasks make."""
+    """Names that are at least as long, and as many, as the names of the tensors that these tasks write."""
     for task in tasks:
         if task.linear is None:
             yield task.written_name
@@ -136,7 +138,7 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
 def _carry_out(
     job: QuantizeJob, task: WeightTask, results: PassResults, writer: ShardWriter
 ) -> dict[str, dict[str, Any]]:
-    """Write one task's tensors; what was measured of a quantized module, by its name."""
+    """Write one task's tensors. Returns the measurements of a quantized module, by the module's name."""
     checkpoint, linear = job.checkpoint, task.linear
     if task.bias is not None:
         writer.add(task.written_name, read_bias(checkpoint, task.bias))
@@ -189,7 +191,7 @@ def rounded(value: float) -> float:
 def write_rest(
     job: QuantizeJob, record: WorkRecord, shards: Mapping[str, list[WeightTask]], copied: Mapping[str, Path]
 ) -> None:
-    """Everything but the shards: the index, the config and the files that travel along."""
+    """Write all files except the shards: the index, the config and the files that are copied."""
     folder = record.folder
     if len(shards) > 1:
         _write_index(folder, list(shards))

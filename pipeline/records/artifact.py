@@ -28,12 +28,12 @@ VERDICT_NAME = "serving_check.json"
 SIGNATURE_NAME = "serving_check.json.sig"
 REPORT_FOLDER = "serving_check"
 SOURCE_NAME = ".scalegate-source"
-"""Beside the manifest, hidden and so never published: the folder on this machine that it was made from."""
+"""A hidden file, never published, with the folder on this machine that the artifact was made from."""
 SCHEMA_VERSION = 2
 SCALED_BY = "scaled_by"
-"""Of a quantized module: the norm whose weight was divided by the scales that its columns have."""
+"""The key, in a quantized module's entry, of the norm whose weight was divided by its columns' scales."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-"""A repository or a revision, as it may stand in an address."""
+"""The form of a repository or a revision that may be part of a URL."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,28 @@ class Artifact:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     source: str
-    """Hub id or folder name the checkpoint came from."""
+    """The Hub id or the folder's name of the checkpoint that it was made from."""
     source_revision: str | None
     recipe: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, FileRecord]
-    """Every file a serving engine may read, by path inside the folder; our own records are not among them."""
+    """The files that a serving engine may read, by path inside the folder, without our own records."""
     quantization: dict[str, Any] = field(default_factory=dict)
     """Formats, export convention, quantized and kept modules, bits per weight, per-module errors."""
     base_metadata: dict[str, str | list[str]] = field(default_factory=dict)
-    """What the base model's card declares and ours carries on: licence, languages, tags."""
+    """Metadata of the base model's card that our card repeats: licence, languages, tags."""
     source_sha256: str | None = None
-    """`weights_digest` of the checkpoint it was made from."""
+    """The `weights_digest` of the checkpoint that it was made from."""
     layout_plan: dict[str, Any] | None = None
     verdict_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
     kv_cache: str = UNQUANTIZED
-    """How keys and values are stored while it is served, a name in `KV_FORMATS`."""
+    """How keys and values are stored in serving: a name in `KV_FORMATS`."""
     kv_cache_engines: dict[str, str] = field(default_factory=dict)
-    """What starts each engine that has this KV format, on a folder that holds the artifact."""
+    """For each engine that supports this KV format, the command that serves a folder with the artifact."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Files beside the source's weights that stayed behind, and why: for whoever made it, not written."""
+    """Files beside the source's weights that were not copied, and why. This is not written to the
+    manifest."""
 
     def write(self, folder: Path) -> None:
         write_json(folder / MANIFEST_NAME, {k: v for k, v in asdict(self).items() if k != "left_out"})
@@ -124,7 +125,8 @@ class Artifact:
         return digest_of({name: record.sha256 for name, record in self.files.items()})
 
     def sha256(self) -> str:
-        """The digest of everything in the manifest but the verdict's, which is given on it."""
+        """The digest of the manifest without the verdict's digest, since the verdict is given on the
+        manifest."""
         value = {k: v for k, v in asdict(self).items() if k not in ("left_out", "verdict_sha256")}
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -218,11 +220,11 @@ def _checked(value: dict[str, Any], path: Path) -> Artifact:
 
 
 OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, "README.md"}
-"""Files Scalegate writes about an artifact; they may change without changing what a server loads."""
+"""Files that Scalegate writes about an artifact. A server does not load them, so they may change."""
 
 
 def published_files(folder: Path) -> list[str]:
-    """Paths inside `folder` that a release consists of, our own records and reports left out, sorted."""
+    """The paths in `folder` of a release's files, without our own records and reports, sorted."""
     names = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)

@@ -15,11 +15,11 @@ from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
 
 COMPARISON_NAME = ".scalegate-comparison.json"
-"""Beside the manifest, hidden and so never published by itself."""
+"""The name of the record beside the manifest. The file is hidden, so it is never published by itself."""
 COLUMNS = ("", "bits", "MB", "extra nats", "mean KL", "p99", "p99.9", "top-1", "weights' error")
 
 MARK = "(!)"
-"""Behind the name of a model that is unlike the baseline."""
+"""The mark after the name of a model that is unlike the baseline."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class ComparedModel:
     name: str
     quantization: str
     bits_per_weight: float
-    """Of the quantized weights, with scales and zero points, and of those that a budget kept at 16 bits."""
+    """Bits per weight, scales and zero points included, over quantized weights and those kept by a budget."""
     weight_bytes: int
-    """Of all tensors in the files."""
+    """The bytes of all tensors in the files."""
     nats_per_token: float
     extra_nats_per_token: float
     extra_nats_limits: tuple[float, float] | None
@@ -43,15 +43,15 @@ class ComparedModel:
     max_kl: float
     top1_agreement: float
     module_errors: dict[str, float]
-    """By kind of module, the median relative error of its weights."""
+    """For each kind of module, the median relative error of its weights."""
     weight_errors: dict[str, float | None] = field(default_factory=dict)
-    """By quantized module, its weight's relative error; None if it is not finite."""
+    """The relative error of each quantized module's weight; None if it is not finite."""
     unlike_baseline: str | None = None
     """Why it seems to be made from another model than the baseline; None if it does not."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As in `COLUMNS`."""
+        """The model's row of the table, with the columns in `COLUMNS`."""
         worst = max(self.module_errors.values(), default=0.0)
         return (
             self.name if self.unlike_baseline is None else f"{self.name} {MARK}",
@@ -78,7 +78,7 @@ class Comparison:
     text_sha256: str
     dtype: str
     bytes_digest: str | None
-    """Of the first model's files, where it is an artifact of ours."""
+    """The digest of the first model's files, if it is an artifact of ours."""
     models: tuple[ComparedModel, ...]
 
     def write(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ TRANSFORMERS_NEEDS = {
 # 5.17 to 5.22 load them. compressed-tensors 0.20 cannot unpack those of a layer with eight rows; 0.19 can.
 TRANSFORMERS_WITH_ZERO_POINTS = "'transformers<5.23' 'compressed-tensors<0.20'"
 TRANSFORMERS, VLLM = "transformers", "vLLM"
-"""What the titles of their commands begin with."""
+"""The beginnings of the titles of these engines' commands."""
 VLLM_FAILS = {
     "gpt_oss": "its loader of gpt-oss (0.32) skips single experts, and their weights stay uninitialized",
 }
@@ -44,7 +44,7 @@ def engines(
     """The engines that load `name`, a Hub id or a folder, with quantization method `method` and keys and
     values in `kv_format`: engines that Scalegate validates on, then others.
 
-    auto_class: transformers' class that it is loaded with; unread: engines that cannot load it
+    auto_class: the transformers class that loads it; unread: engines that cannot load it
     """
     return [
         replace(

@@ -17,7 +17,8 @@ MAX_PATTERN = 4096
 MAX_NAME = 160
 """Longer names are not matched; the longest of the architectures in transformers have about a hundred."""
 MAX_WAYS = 50_000_000
-"""Of matching a name of that length: three `.*`, and some alternatives. A tenth of a second at worst."""
+"""The most ways to match a name of that length: three `.*` and some alternatives. A tenth of a second at
+worst."""
 REPEATS = (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT)
 DIGIT = [(kinds.IN, [(kinds.CATEGORY, kinds.CATEGORY_DIGIT)])]
 

@@ -51,7 +51,7 @@ class Rule:
     """A shell pattern over module names (`*.down_proj`), or `re:` and a regular expression."""
     spec: SkipValidation[WeightFormat]
     reason: str = ""
-    """Why the modules stay unquantized, where the recipe's author did not decide it; not in YAML."""
+    """Why the modules stay unquantized, if the recipe's author did not decide it; not in YAML."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Recipe:
     """How weights are rounded: `data-free`, each weight by itself; `gptq` or `awq`, so that the outputs on a
     text change least (`quantization/solvers/`); or both, `awq-gptq`."""
     learned_rounding: Steps = 0
-    """Steps for which each layer's rounding is learned after that (`solvers/learned_rounding.py`)."""
+    """Number of steps for which each layer's rounding is learned afterwards
+    (`solvers/learned_rounding.py`)."""
     calibration: Text = ""
     """The calibration text: a file, by its path from the recipe's folder; `hub:OWNER/NAME`; or `self`, for a
     text that the model writes itself, which is also the default of recipes that need a text."""
@@ -79,9 +80,9 @@ class Recipe:
     """Patterns of modules to keep as they are."""
     rules: tuple[Rule, ...] = ()
     fit: Fit = EXACT
-    """Of layers that the format cannot have, such as INT4 in groups of 128 where K is 2,880: `exact` refuses
-    them; with `nearest` they get its nearest parameters, the largest group that divides K, and stay as they
-    are where there are none."""
+    """What to do with layers that cannot have the format, such as INT4 in groups of 128 if K is 2,880:
+    `exact` refuses them; `nearest` gives them the nearest parameters, with the largest group that divides K,
+    or leaves them unquantized if there are none."""
     leave_out: Patterns = ()
     """Patterns of tensors that the artifact does not have, such as `v_head.*` of a trained reward."""
     lm_head: Treatment = KEEP
@@ -94,7 +95,7 @@ class Recipe:
     batch_invariance: BatchInvarianceField = TUNED
     """What a request's bits may depend on in serving (`base/batch_invariance.py`); the gate proves it."""
     rival: Text = ""
-    """Another recipe, by name or file, whose artifact this one's must beat in throughput."""
+    """Another recipe, by name or file. This recipe's artifact must have more throughput than the other's."""
     profile: ProfileName = ""
     """The profile of loads that the gate measures besides its own load (`serving_check/profiles.py`)."""
     files: FilePatterns = ()
@@ -107,7 +108,7 @@ class Recipe:
     (`serving_check.gate.policy.ReleasePolicy`) that this recipe changes, by their names there."""
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as YAML would say it, defaults included, with bounds at the top level."""
+        """The recipe in the form of YAML, defaults included, with bounds at the top level."""
         return {
             "name": self.name,
             "description": self.description,

@@ -23,11 +23,11 @@ EXACT, NEAREST = "exact", "nearest"
 DATA_FREE, GPTQ, AWQ, AWQ_GPTQ = "data-free", "gptq", "awq", "awq-gptq"
 REGEX_PREFIX = "re:"
 MAX_TEXT = 1000
-"""Characters of a name or a description."""
+"""The most characters of a name or a description."""
 MAX_PATTERNS = 256
 MAX_STEPS = 100_000
 MAX_SHOWN = 60
-"""Characters of a wrong value that an error quotes."""
+"""How many characters of a wrong value an error quotes."""
 
 
 def expected(expectation: str) -> WrapValidator:
@@ -63,7 +63,8 @@ def _shown(value: Any) -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A list's items; a single pattern needs no list, and a key needs no value."""
+    """The items of a list as a tuple. A single pattern may stand without a list, and a key without a
+    value."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):
@@ -99,7 +100,7 @@ def _require_relative(pattern: str) -> str:
 
 
 Strict = Field(strict=True)
-"""No conversion: `3` is no text, `'3'` no number and `1` not true."""
+"""Turns off conversion of types: `3` is no text, `'3'` no number and `1` not true."""
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 Text = Annotated[

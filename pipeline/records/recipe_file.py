@@ -61,7 +61,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class _FormatKey:
-    """A mapping's `format`, before its parameters are known."""
+    """The `format` key of a mapping, which is read before the format's parameters are known."""
 
     format: Format = DEFAULT_SPEC.name
 
@@ -101,7 +101,7 @@ def _recipe_keys(chosen: type[WeightFormat]) -> list[str]:
 
 
 def _from_folder(calibration: str, folder: Path) -> str:
-    """A calibration text's name; a file's with the recipe's folder in front."""
+    """A calibration text's name; the path of a file gets the recipe's folder in front."""
     if not calibration or not is_file_name(calibration):
         return calibration
     return str(folder / Path(calibration).expanduser())

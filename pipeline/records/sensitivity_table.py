@@ -11,10 +11,10 @@ from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import WeightFormat, spec_from_json
 
 SENSITIVITY = "sensitivity"
-"""Its name in the manifest."""
+"""The table's key in the manifest."""
 GROUPS, CHOSEN, TEXT = "groups", "chosen", "text"
 KEPT_BY_BUDGET = "kept at 16 bits by the budget"
-"""Why modules stay as they are that the recipe quantizes."""
+"""The reason for modules that the recipe quantizes but the budget keeps unquantized."""
 COLUMNS = ("layers", "format", "groups", "bits", "measured KL")
 
 
@@ -39,7 +39,7 @@ def shown(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def measured_on(table: Mapping[str, Any]) -> str:
-    """The text, in words; tables of older versions do not say."""
+    """A description of the text that was read; empty for tables of older versions, which do not record it."""
     text = table.get(TEXT)
     if text is None:
         return "a text that was not recorded"
@@ -47,7 +47,7 @@ def measured_on(table: Mapping[str, Any]) -> str:
 
 
 def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Columns as in `COLUMNS`: a row for each kind of layer and each of its formats."""
+    """A row for each kind of layer and each of its formats, with the columns in `COLUMNS`."""
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for group in table[GROUPS]:
         leaves = dict.fromkeys(module.rpartition(".")[2] for module in group["modules"])
@@ -59,7 +59,7 @@ def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table_lines(table: Mapping[str, Any]) -> list[str]:
-    """For people: a line for each group of modules, with its cost in each format and the chosen format."""
+    """Lines to print, one for each group of modules, with its cost in each format and the chosen format."""
     lines = []
     for group in table[GROUPS]:
         costs = "  ".join(f"{spec.key} {kl:.5f}" for spec, kl in _measured(group).items())

@@ -14,7 +14,7 @@ from ...base.atomic_files import atomic_path
 from ...base.errors import UserError
 
 NAMESPACE = "scalegate"
-"""Keeps a signature made for another purpose, such as a commit's, from being taken for one of ours."""
+"""The namespace of our signatures: one made for another purpose, such as a commit, is not valid here."""
 SUFFIX = ".sig"
 FINGERPRINT = re.compile(r"key (SHA256:[A-Za-z0-9+/=]+)")
 SECONDS = 120
@@ -31,7 +31,7 @@ class Signature:
     key: str | None = None
     """The key's fingerprint, `SHA256:…`."""
     signer: str | None = None
-    """The name that the allowed signers give it."""
+    """The key's name in the file of allowed signers."""
     problem: str | None = None
 
 

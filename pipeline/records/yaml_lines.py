@@ -28,7 +28,7 @@ class YamlLines:
 
     @classmethod
     def parse(cls, path: Path, text: str, limit: int, expectation: str) -> "YamlLines":
-        """UserError for text that is not a YAML mapping of at most `limit` characters."""
+        """Parse a YAML mapping. UserError for any other text, and for one of more than `limit` characters."""
         values = parse_yaml(text, str(path), yaml.SafeLoader, limit)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):

@@ -7,7 +7,7 @@ from ...serving_check.evidence.verdict import Verdict
 COLOURS = {"pass": "#1b6e3c", "fail": "#b3261e", "inconclusive": "#8a5a00"}
 LEFT = "scalegate"
 HEIGHT, CHARACTER, PADDING = 20, 6.6, 7
-"""Pixels; text is stretched to the width that is counted here, whatever font there is."""
+"""Sizes in pixels. Text is stretched to the width that is computed from these, whatever the font is."""
 
 
 def badge_words(verdict: Verdict) -> str:

@@ -12,7 +12,7 @@ from ...serving_check.evidence.verdict import CurvePoint, Verdict
 LEFT, TOP, BOTTOM = 46, 20, 46
 """Pixels around the plot."""
 RIGHT, NARROW_RIGHT = 86, 46
-"""Pixels to the right of it, where the two lines are named; a narrow picture has short names."""
+"""Pixels to the right of the plot, for the names of the two lines; a narrow picture has short names."""
 NARROW = 480
 LABEL_HEIGHT = 15
 MOST_TICKS = 6
@@ -60,7 +60,7 @@ class Scale:
 
     @property
     def right(self) -> int:
-        """Where the plot ends."""
+        """The x coordinate at which the plot ends."""
         return self.width - (NARROW_RIGHT if self.is_narrow else RIGHT)
 
     def x(self, m: int) -> float:
@@ -114,7 +114,7 @@ def asked_ms(verdict: Verdict) -> list[int]:
 
 
 def series_of(verdict: Verdict) -> list[Series]:
-    """The artifact comes last, so that it is drawn over the others."""
+    """The series to draw. The artifact comes last, so that it is drawn over the others."""
     curve = verdict.curve
     # Where prompts take little of the time, decoding alone is what whole requests are.
     apart = [point for point in curve if point.prompts or verdict.workload.decoding_apart]

@@ -11,13 +11,14 @@ from ...serving_check.evidence.measurement import Block, Repeat
 from ...serving_check.evidence.verdict import Verdict
 
 DIGITS = 5
-"""Significant ones: more are not seen."""
+"""Number of significant digits: more are not visible."""
 FIGURES: dict[str, tuple[str, Callable[[Repeat], float | None]]] = {
     "throughput": ("output tokens per second", lambda repeat: repeat.output_throughput),
     "tpot": ("ms per output token after the first", lambda repeat: _milliseconds(repeat.tpots)),
     "ttft": ("ms to the first token", lambda repeat: _milliseconds(repeat.ttfts)),
 }
-"""By name: the axis' title, and a repeat's value, of latencies the median over its requests."""
+"""For each figure, the axis' title and the function that takes it from a repeat; latencies are medians over
+requests."""
 
 
 def curves_of(verdict: Verdict) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ...serving_check.evidence.verdict import CheckResult, CurvePoint, Verdict
 
 THROUGHPUT = "throughput"
 KEY_CHECKS = (THROUGHPUT, "quality", "latency", "weights")
-"""Shown first in the report of a pass."""
+"""The checks that the report of a pass shows first."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Headline:
 
     sentence: str
     score: str
-    """How many checks passed, of those that were decided, and how many are unknown."""
+    """How many of the decided checks passed, and how many checks are unknown."""
     first_failure: CheckResult | None
-    """The first check that failed; without one, the first that could not be decided."""
+    """The first check that failed; if none failed, the first that could not be decided."""
     other_failures: list[CheckResult]
     key_checks: list[CheckResult]
 
@@ -69,7 +69,7 @@ def _worst(verdict: Verdict) -> CurvePoint | None:
 
 
 def _load(verdict: Verdict) -> str:
-    """`with 1 to 32 requests at once`."""
+    """The load as text: `with 1 to 32 requests at once`."""
     ms = [point.m for point in verdict.curve]
     requests = f"{min(ms)} to {_requests(max(ms))}" if min(ms) < max(ms) else _requests(ms[0])
     return f"with {requests} at once"

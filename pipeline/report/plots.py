@@ -20,7 +20,7 @@ Latency = Callable[[ServingFigures], float | None]
 
 
 def draw_plots(verdict: Verdict) -> dict[str, bytes]:
-    """File name to PNG, in the order for a reader; empty if nothing was measured."""
+    """The plots as PNG by file name, in the order for a reader; empty if nothing was measured."""
     if not verdict.curve:
         return {}
     return {
@@ -121,7 +121,7 @@ def _latency(axes: Axes, verdict: Verdict, median: Latency, slowest: Latency) ->
 
 
 def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]:
-    """The artifact comes last, so that it is drawn over the others."""
+    """The sides to draw. The artifact comes last, so that it is drawn over the others."""
     rival = [point.figures for _, point in verdict.rivals]
     return [
         ("baseline", BASELINE_COLOUR, "s", [point.baseline for point in verdict.curve]),

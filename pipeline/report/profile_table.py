@@ -19,7 +19,7 @@ class ProfileTable:
 
 
 def profile_table(verdict: Verdict) -> ProfileTable | None:
-    """None where no profile was measured."""
+    """The table of a verdict's profile; None if no profile was measured."""
     figures = None if verdict.evidence.in_use is None else verdict.evidence.in_use.profile
     if figures is None:
         return None

@@ -74,7 +74,7 @@ def _profile(profile: ProfileTable) -> list[str]:
 
 
 def _rival(verdict: Verdict) -> list[str]:
-    """If an M does not count for the verdict, its line has no mark at the end."""
+    """The table of the rival. The line of an M that does not count for the verdict has no mark at the end."""
     rows = [f"{'M':>5} {'artifact':>10} {'rival':>10} {'ratio':>7} {'interval':>16}"]
     for point, rival in verdict.rivals:
         interval = f"{_number(rival.ratio_low, 3)} to {_number(rival.ratio_high, 3)}"
@@ -96,7 +96,7 @@ def _scores(scores: tuple[TaskScore, ...]) -> list[str]:
 
 
 def with_error(value: float, stderr: float | None) -> str:
-    """`0.712 ± 0.009`: with its standard error, if that is known."""
+    """A value with its standard error, if that is known: `0.712 ± 0.009`."""
     return f"{value:.4g}" if stderr is None else f"{value:.4g} ± {stderr:.2g}"
 
 
@@ -129,12 +129,12 @@ def held_out_text(verdict: Verdict) -> str:
 
 
 def baseline_dtype(verdict: Verdict) -> str:
-    """The dtype that its server was started in, or the run's dtype if the server was not started here."""
+    """The dtype of the baseline's server, or the run's dtype if the server was not started here."""
     return str((verdict.environment.baseline_engine_options or {}).get("dtype", verdict.environment.dtype))
 
 
 def side_by_side(verdict: Verdict) -> str:
-    """Whether the servers were up together."""
+    """Whether the servers ran at the same time."""
     if verdict.evidence.measured and all(took_turns(measured) for measured in verdict.evidence.measured):
         return "the servers did not fit in memory together and took turns"
     return "all servers were up together"

@@ -25,7 +25,7 @@ TEMPLATE = Path(__file__).parent / "page.html.j2"
 STYLE = Path(__file__).parent / "page.css"
 CURVES_SCRIPT = Path(__file__).parent / "curves.js"
 WIDE, NARROW = (760, 380), (360, 300)
-"""Pixels of the curve on a desk's screen and on a telephone's: text is as large on both."""
+"""The curve's size in pixels on a wide and on a narrow screen; its text has the same size on both."""
 TEXTS_SHOWN = 6
 
 
@@ -83,7 +83,7 @@ def render_page(
 
 
 def _unmeasured(verdict: Verdict) -> list[int]:
-    """The Ms that the gate did not get to, because another one had decided."""
+    """The Ms that the gate did not measure because another M had decided the result."""
     measured = {point.m for point in verdict.curve if point.ratio is not None}
     return [m for m in asked_ms(verdict) if m not in measured]
 
@@ -94,7 +94,7 @@ def _script_digest(script: str) -> str:
 
 
 def _without_evidence(verdict: Verdict) -> dict[str, Any]:
-    """For the page: without the raw figures, which are long, and the report's digests, its own among them."""
+    """The verdict for the page, without the raw figures, which are long, and without the report's digests."""
     return {name: v for name, v in verdict.to_json().items() if name not in ("evidence", "report")}
 
 

@@ -34,19 +34,19 @@ from .run import Run
 from .servers import server_of
 
 LIBRARIES = ("compressed-tensors", "torchao")
-"""What transformers reads quantized weights with, as far as artifacts of ours are concerned."""
+"""The libraries with which transformers reads the quantized weights of our artifacts."""
 TOKENS = 256
-"""Of one window of the held-out text: enough for a wrong scale, and a second on a CPU for a small model."""
+"""How many tokens of a held-out window are read: enough to find a wrong scale, a second on a CPU."""
 SHOWN_CHARACTERS = 200
 DRAWN = 16
 """Tokens that a server draws after each prompt; prompts have 16, 32, 48, … tokens."""
 SHARE_OF_FREE = 0.9
-"""Of the GPU's free memory, for a server that is started beside both models."""
+"""The share of the GPU's free memory for a server that is started beside both models."""
 REQUEST_TIMEOUT_S = 600.0
 
 
 def read_elsewhere(run: Run, ours: nn.Module | None, window: Tensor) -> tuple[ReadElsewhere, ...]:
-    """The comparison with the reader that was asked for, if any.
+    """The comparison with the requested reader, if any.
 
     ours: None if both models together do not fit in memory
     """
@@ -128,8 +128,9 @@ def _draw(endpoint: Endpoint, prompt: Sequence[int], seed: int) -> list[tuple[in
 def _of_draws(
     reader: str, ours: nn.Module, prompts: Sequence[list[int]], drawn: Sequence[list[tuple[int, float]]]
 ) -> ReadElsewhere:
-    """With d = log q - log p of a token drawn from q, d - 1 + exp(-d) has the KL of p from q as its mean and
-    is never negative; over 256 tokens, its standard error is a tenth of the mean if d is normal."""
+    """The KL from drawn tokens. With d = log q - log p of a token drawn from q, d - 1 + exp(-d) has the KL of
+    p from q as its mean and is never negative; over 256 tokens, its standard error is a tenth of the mean if
+    d is normal."""
     estimates = []
     for prompt, answer in zip(prompts, drawn, strict=True):
         tokens = [token for token, _ in answer]

@@ -34,7 +34,8 @@ WEIGHTS_FACTOR = 1.1
 BESIDE = 4 << 30
 """Bytes for activations and logits."""
 PADDED_TOKENS = 1 << 16
-"""Of answers under a load as in use, all as long as the longest: eight times those of the held-out text."""
+"""The most tokens, padding included, of scored answers under a load as in use: eight times the held-out
+text."""
 
 
 class Output(NamedTuple):
@@ -121,7 +122,7 @@ def figures_by_layers(
 
 
 def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse] = ()) -> TextScorer:
-    """For the texts that were served, and no others."""
+    """The scorer of the texts that were served, and of no others."""
     canaries = (*served.canary, *served.baseline_canary)
     read = {(*canary.prompt, *canary.tokens) for canary in canaries}
     read |= {(*answer.prompt, *answer.tokens) for answer in served.texts}

@@ -17,17 +17,17 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 
 LEAST_GAIN = 1.1
-"""float32 takes twice the memory; it is not taken for less than this."""
+"""How many times faster float32 must be to be chosen, since it takes twice the memory."""
 SECONDS_A_PRODUCT = 0.05
 LEAST_REPEATS = 5
 MOST_SIDE = 2048
-"""A larger product tells no more and takes longer."""
+"""The largest N and K of the timed product: a larger one takes longer and shows no more."""
 
 
 def baseline_dtype(baseline: Checkpoint, options: EngineOptions, rows: Sequence[int]) -> str:
     """The dtype that the baseline is to run in; `options.dtype` unless that leaves a CPU the choice.
 
-    rows: of the products that are timed: the Ms, and the tokens of a prompt
+    rows: the numbers of rows of the timed products: the Ms, and the tokens of a prompt
     """
     if options.dtype != AUTO or not options.device.startswith("cpu"):
         return options.dtype

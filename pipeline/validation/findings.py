@@ -34,17 +34,17 @@ from .weights import compare_weights
 
 @dataclass(frozen=True)
 class Findings:
-    """What needs no server."""
+    """The measurements that need no server."""
 
     text: HeldOutText
-    """The one that Scalegate brings; its prompts are of the given one, too."""
+    """Scalegate's held-out text. Prompts are cut from it and from the user's own text."""
     given: HeldOutText | None
     figures: InProcessFigures
     weights: WeightFigures | None
     texts: TextFigures
     readers: ReaderFigures
     models: Models | None
-    """Where they were kept."""
+    """Both models, if they were kept in memory; else None."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Scores:
     baseline_canary: tuple[ScoredText, ...]
     answers: tuple[TextScore, ...]
     in_use: tuple[AnswerInUse, ...] = ()
-    """Of a load as in use."""
+    """The scored answers of a load as in use."""
 
 
 def look(run: Run, keep_models: bool) -> Findings:
     """Measure quality, then look at the files.
 
-    keep_models: there is room for them beside the servers
+    keep_models: whether there is memory for the models beside the servers
     """
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
     window = window_for(run.artifact, run.baseline, kv_format, run.asked.quality_tokens)
@@ -91,8 +91,8 @@ def look(run: Run, keep_models: bool) -> Findings:
 
 
 def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
-    """Scored with the models that were kept, or that are loaded once more, because the servers have ended by
-    then.
+    """Score the servers' answers with the models that were kept in memory, or load the models again, since
+    the servers have ended by then.
     """
     in_use = served.in_use.answers if served.in_use else ()
     longest = max(

@@ -13,12 +13,12 @@ from ..checkpoints.checkpoint import Checkpoint
 from .held_out import HeldOutText, read_held_out
 
 LEAST_TOKENS = 1000
-"""Predicted tokens: of fewer, the 99.9th percentile of the divergence is the largest one."""
+"""The least number of predicted tokens: with fewer, the 99.9th percentile would be the largest divergence."""
 LEAST_DISTINCT = 100
-"""Different tokens: less than half of what the first 1,000 of any domain that Scalegate brings have, 232 at
-least in the bundled checkpoint's vocabulary."""
+"""The least number of distinct tokens: less than half as many as the first 1,000 tokens of any domain of
+Scalegate's own text have, which is at least 232 with the bundled checkpoint's vocabulary."""
 LEAST_CONTEXT = POLICY.least_input_len
-"""Tokens before a predicted one, on average: as many as the release policy wants before a served one."""
+"""The least mean number of tokens before a predicted token: the release policy's least prompt length."""
 LEAST_ENTROPY = 0.1
 """Nats of the baseline's predictions, on average: the bound on the mean divergence. The divergence of sound
 INT4 and NVFP4 artifacts is 1% to 3% of the entropy, so on less than this many a far worse one would pass."""

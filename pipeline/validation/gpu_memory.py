@@ -28,17 +28,18 @@ if TYPE_CHECKING:
     from ...serving_check.engine.attention import ServedLayers
 
 SHARE_OF_FREE = 0.92
-"""Of the memory that is free, for all servers on a GPU together."""
+"""The share of a GPU's free memory for all servers on it together."""
 WEIGHTS_FACTOR = 1.1
-"""Of the weights' files: what is repacked lies there twice for a moment."""
+"""Memory for weights as a multiple of their files' size: a weight is in memory twice while it is packed."""
 KV_FACTOR = 1.2
-"""Of the load's keys and values, in an engine that sizes its pool itself: pages that are partly empty. Our
-own allocates as many tokens as it is told, and the workload's requests are counted in whole pages."""
+"""Memory for keys and values as a multiple of the load's, in an engine that sizes its own pool: some pages
+are partly empty. Our engine allocates exactly the tokens it is told, and requests are counted in whole
+pages."""
 BESIDE = 6 << 30
 """Bytes for a CUDA context, activations, CUDA graphs and an allocator's slack."""
 GIB = 1 << 30
 KV_BESIDE = GIB
-"""Of those, for keys and values: blocks that an engine keeps for itself."""
+"""The part of these bytes for blocks of keys and values that an engine reserves for itself."""
 
 MemInfo = Callable[[int], tuple[int, int]]
 """Free and total bytes of a GPU."""
@@ -54,17 +55,18 @@ class Side:
     checkpoint: Checkpoint
     options: EngineOptions
     devices: tuple[int, ...] = ()
-    """Its GPUs; empty on a CPU, and where it is not ours to place."""
+    """The GPUs of the server; empty on a CPU, and if we do not choose the GPUs."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     grants: Mapping[str, MemoryGrant | None]
-    """By side; None if the user has said it, or there is no GPU."""
+    """The memory of each side's server; None if the user has set it, or if there is no GPU."""
     together: bool
     """Whether all servers can be up at the same time; otherwise they take turns."""
     in_turns_because: str = ""
-    """What they need and what there is, and how to have them up together; empty if they are."""
+    """Why the servers take turns: the memory they need, the memory there is, and a remedy; empty if they do
+    not."""
 
 
 def plan_memory(
@@ -232,7 +234,7 @@ def kv_heads(config: Mapping[str, Any]) -> int:
 
 
 def _asked(side: Side, placement: Placement) -> float | None:
-    """The share that the user gives the engine in its own words."""
+    """The share of memory that the user sets with the engine's own option."""
     option = engine_named(side.engine).memory_option
     value = None if option is None else placement.value_of(option, side.name)
     if value is None:

@@ -26,10 +26,10 @@ from ..model_loader.vocabulary import refuse_unknown_tokens
 from .loaded_config import changes_beyond
 
 HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl"
-"""Measured in every validation; the README beside it says what is in it."""
+"""The text on which every validation measures quality; the README beside it describes it."""
 WINDOW, LONG_WINDOW = 512, 2048
-"""Tokens read at once; the long one where keys and values are quantized, so that most of those are that a
-scored token attends to: formats keep the first tokens, and the last, in 16 bits."""
+"""The tokens of a window. Windows are long if keys and values are quantized: formats keep the first and the
+last tokens in 16 bits, and scored tokens must attend mostly to quantized ones."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ class HeldOutText:
     tokenizer: Any
     windows: list[Tensor]
     domains: list[str]
-    """Of each window: the kind of text, such as `code`."""
+    """The domain of each window, such as `code`."""
     token_ids: list[int]
-    """What prompts are cut from: the windows' tokens, and more of the text for long prompts."""
+    """The tokens from which prompts are cut: the windows' tokens, and more of the text for long prompts."""
     sha256: str
     foreign: Mapping[str, float] = field(default_factory=dict)
-    """Domains that the baseline cannot predict, which were left out: the bits that it needs for a byte."""
+    """Domains that were left out since the baseline cannot predict them, with the bits per byte that it
+    needs."""
 
     @property
     def token_text(self) -> TokenText:
@@ -69,7 +70,7 @@ class HeldOutText:
         return Conversations(self._decode, self._chat, taken)
 
     def _refusal(self, roles: Sequence[str]) -> Exception | None:
-        """What the chat template raises for messages of these roles."""
+        """The error that the chat template raises for messages of these roles; None if it accepts them."""
         try:
             self._chat([(role, "text") for role in roles])
         except Exception as error:  # templates raise what they like
@@ -100,7 +101,7 @@ def read_held_out(
 
     At most `tokens` are predicted, with equal numbers for the domains as far as the text allows.
     Long windows go on from one document of a domain to the next, so that all are full.
-    prompt:  tokens of a prompt; where the text has fewer than two of them, prompts begin it again at its end
+    prompt:  tokens of a prompt; if the text is shorter than two prompts, it is repeated
     without: domains that are left out
     """
     path = path or HELD_OUT

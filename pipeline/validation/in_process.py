@@ -45,10 +45,10 @@ from .held_out import HeldOutText
 from .run import LoadOptions
 
 LOGITS_BYTES = 2 << 30
-"""Of the logits of windows that are decoded together, for each side."""
+"""The most bytes for the logits of windows that are decoded together, for each side."""
 MOST_TOGETHER = 16
 STORED_TOKENS = 1 << 17
-"""Of answers that are decoded together, room for each as for the longest."""
+"""The most tokens of answers that are decoded together, each padded to the longest."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class InProcessFigures:
     dtype: str
     baseline_dtype: str
     by_domain: Mapping[str, Comparison] = field(default_factory=dict)
-    """Empty if all of the text is of one domain."""
+    """The comparison on each domain; empty if the text has one domain only."""
     given: Comparison | None = None
-    """On the text that was given besides."""
+    """The comparison on the user's own text; None if there is none."""
     by_layers: bool = False
-    """Whether the models were looked at a layer at a time (`by_layers.py`)."""
+    """Whether the models were run a layer at a time (`by_layers.py`)."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Both in memory."""
+    """Both models, in memory."""
 
     ours: LoadedModel
     theirs: LoadedModel
@@ -134,7 +134,7 @@ def refuse_other_vocabulary(
 
 
 class TextScorer:
-    """How text lies to both models."""
+    """Scores texts with both models."""
 
     def __init__(self, artifact: nn.Module, baseline: nn.Module):
         self._artifact, self._baseline = artifact, baseline
@@ -144,19 +144,20 @@ class TextScorer:
         return continuation_nats(self._baseline, prompt, continuation)
 
     def __call__(self, served: ServedText) -> TextScore:
-        """Its tokens, compared with the logits of either model."""
+        """Compare an answer's tokens with the logits of either model."""
         ours = greedy_gaps(self._artifact, served.prompt, served.tokens)
         theirs = greedy_gaps(self._baseline, served.prompt, served.tokens)
         return text_score(served.m, ours, theirs, served.text)
 
     def answers_in_use(self, served: Sequence[ServedInUse]) -> tuple[AnswerInUse, ...]:
-        """Their tokens, compared with the artifact's logits, and greedy ones with the baseline's as well."""
+        """Compare the answers' tokens with the artifact's logits, and greedy tokens with the baseline's as
+        well."""
         # Of similar lengths, so that those that are decoded together end together.
         ordered = sorted(served, key=lambda answer: len(answer.tokens))
         return tuple(map(self._answer_in_use, ordered, _logits_of(self._artifact, ordered)))
 
     def _answer_in_use(self, served: ServedInUse, logits: Tensor) -> AnswerInUse:
-        """logits: [tokens, V] of the artifact"""
+        """The scored answer. logits: the artifact's logits [tokens, V]"""
         logits = _of_allowed(logits, served)
         draws, baseline_off = None, 0
         if served.kind == "sampled":
@@ -203,14 +204,14 @@ def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tens
 
 
 def _of_allowed(logits: Tensor, served: ServedInUse) -> Tensor:
-    """fp32, without the token that could not be chosen."""
+    """The logits in fp32, without the token that could not be chosen."""
     if served.end_token is None:
         return logits.float()
     return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
 
 
 def scorer_of(models: Models, options: LoadOptions, longest: int) -> TextScorer:
-    """longest: tokens of a prompt and its continuation, at most"""
+    """longest: the most tokens of a prompt and its continuation"""
     batch = max(1, min(MOST_TOGETHER, STORED_TOKENS // longest))
     return TextScorer(_as_served(models.ours, options, longest, batch), models.theirs.model)
 

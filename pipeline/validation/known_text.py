@@ -14,7 +14,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from .held_out import WINDOW, HeldOutText, read_held_out
 
 PROBED = 4 * WINDOW
-"""Tokens that the baseline reads to find out."""
+"""How many tokens of each domain the baseline reads."""
 MOST_BITS = 2.0
 """Bits that the baseline may need for a byte of a domain. A general compressor needs as many for English
 prose: `xz -9` 1.99 for the first 100 MB of Wikipedia (enwik8). The bundled checkpoint needs 1.6 for code, 2.5

@@ -28,9 +28,10 @@ MAY_DIFFER = {
     "eos_token_id": "compared with the tokenizer's files, as a part of their own",
     "pad_token_id": "compared with the tokenizer's files, as a part of their own",
 }
-"""Keys that quantizing or saving changes, with why no reader computes anything else by them."""
+"""Keys that quantizing or saving changes, each with the reason why it does not affect what readers
+compute."""
 ROPE_BASES = ("rope_theta", "rotary_emb_base", "rotary_base")
-"""Names of the base of rotary embeddings beside `rope_parameters`, which is today's."""
+"""Older names for the base of rotary embeddings, which `rope_parameters` has replaced."""
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 DTYPES = ("dtype", "torch_dtype")
 
@@ -95,7 +96,7 @@ def _positive(value: Any) -> list[int]:
 
 
 def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str, Any] | None:
-    """None if it cannot be loaded: the problem then shows when the model is loaded."""
+    """The config as transformers loads it; None if it cannot, which is reported when the model is loaded."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -191,7 +191,7 @@ def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> M
 
 
 def _kv_format(engine: str, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
-    """None for an engine that does not serve our KV formats."""
+    """The KV format in which keys and values are served; None for an engine without our KV formats."""
     if not engine_named(engine).packs_with_layouts:
         return None
     return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format

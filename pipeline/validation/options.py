@@ -19,7 +19,7 @@ from ...serving_check.settings import (
 )
 
 TRANSFORMERS, NO_OTHER_READER = "transformers", "none"
-"""Readers that an artifact can also be loaded with, besides the engines of others."""
+"""Further readers with which an artifact can be loaded, besides other projects' engines."""
 
 
 def _engines() -> Iterable[str]:
@@ -108,7 +108,8 @@ class ValidateOptions:
 
     @property
     def engine_of_baseline(self) -> str:
-        """The given engine; else the artifact's, or our own if that is a running server."""
+        """The engine of the baseline: as given, or else the artifact's, or our own if that is a running
+        server."""
         return self.baseline_engine or (self.engine if engine_named(self.engine).starts else DEFAULT_ENGINE)
 
 
@@ -118,7 +119,7 @@ def asked_workload(
     """The workload from the given options, with defaults that depend on the prompts' length. Ms between the
     given ones are drawn; exploratory runs turn this off.
 
-    input_len, seed, profile: unless they are given
+    input_len, seed, profile: the values to use unless they are given
     """
     values: dict[str, Any] = {"input_len": input_len, "seed": seed, "profile": profile}
     values |= given_of(WorkloadSettings, given)

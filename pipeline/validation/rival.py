@@ -12,7 +12,7 @@ from ..records.artifact import Artifact
 from .subject import describe_subject
 
 ALIKE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-"""Config fields that are equal where two checkpoints are of one model."""
+"""Config fields that are equal in two checkpoints of one model."""
 
 
 def open_rival(

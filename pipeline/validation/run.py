@@ -26,10 +26,10 @@ from .task_scores import public_tasks
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How both are loaded; `layout` and `kv_cache_dtype` are for the artifact alone."""
+    """How both models are loaded; `layout` and `kv_cache_dtype` apply to the artifact alone."""
 
     engine: EngineOptions
-    """Its device is a concrete one."""
+    """The engine's options, with `auto` replaced by a device."""
     baseline_dtype: str
     progress: bool
 
@@ -42,12 +42,12 @@ class Run:
     baseline: Checkpoint
     rival: Checkpoint | None
     manifest: Artifact | None
-    """None for a checkpoint that Scalegate did not make."""
+    """The artifact's manifest; None for a checkpoint that Scalegate did not make."""
     workload: WorkloadSettings
     bounds: Bounds
     asked: ValidateOptions
     options: EngineOptions
-    """The artifact's side."""
+    """The engine's options for the artifact."""
     placement: Placement
     baseline_dtype: str
     progress: bool

@@ -28,19 +28,20 @@ from ..records.artifact import Artifact
 from .gpu_memory import MemoryPlan, Side
 
 PAGE = 128
-"""A multiple of any page size: each request's last page is partly empty."""
+"""A multiple of every page size, to which requests are rounded up since their last pages are partly empty."""
 LARGEST_CHUNK = 8192
-"""Prompt tokens in a step, at most: activations of more would take memory from keys and values."""
+"""The most prompt tokens in a step: activations of more would take memory from keys and values."""
 LONG_PROMPT_IN_USE = 4096
-"""Tokens of the longest prompt of a load as in use: what is wrong beyond some context shows only there."""
+"""Tokens of the longest prompt of a load as in use, which shows faults in long contexts."""
 TOGETHER_IN_PROFILE = 4
-"""The longest requests of a profile that there is room for beside the load, or 8 to 15 average ones."""
+"""How many of a profile's longest requests have room in the KV cache beside the load: 8 to 15 average
+ones."""
 IN_PROCESS = frozenset({"device", "dtype", "layout"})
 """The options that hold for this process as well: it loads both models to compare them."""
 GPUS_OF_A_SERVER = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 """The options that say on how many GPUs one server runs."""
 TIMES_ITS_FILES = 6
-"""Memory for a checkpoint in two processes, over the size of its files: float32 of bfloat16, and slack."""
+"""Memory for a checkpoint in two processes as a multiple of its files' size: it may be widened to float32."""
 BESIDE_WEIGHTS = 4 << 30
 """Bytes for the interpreters, their libraries and the KV caches of four processes."""
 
@@ -187,7 +188,7 @@ def placed(asked: str, placement: Placement) -> str:
 
 
 def gpu_name(index: int) -> str:
-    """UserError if there is no such GPU."""
+    """The name of a GPU. UserError if there is no such GPU."""
     count = torch.cuda.device_count()
     if index >= count:
         raise UserError(f"there is no GPU {index}: this torch sees {count}; name others with --devices")
@@ -253,7 +254,7 @@ def _measures(side: Side, plan: MemoryPlan) -> bool:
 
 
 def server_of(job: ServerJob) -> Server:
-    """Not yet started; it serves the job's folder unless its engine is a URL."""
+    """The server of a job, not yet started; it serves the job's folder unless the engine is a URL."""
     return engine_named(job.engine).server(job)
 
 
@@ -269,7 +270,7 @@ def recorded_options(
 
     Of the placement, only the options that were given.
 
-    dtype: the one that `checkpoint` was loaded in
+    dtype: the dtype in which `checkpoint` was loaded
     """
     kind = engine_named(engine)
     if not kind.starts:

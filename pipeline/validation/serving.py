@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .held_out import HeldOutText
 
 LONGEST = 2048
-"""Tokens of a request where no config says how many the model takes."""
+"""The longest request in tokens if no config states the model's context."""
 
 
 class HasText(Protocol):
@@ -51,7 +51,7 @@ ScoresT = TypeVar("ScoresT")
 Look = Callable[[bool], FindingsT]
 """Measures what needs no server; it is told whether the models may stay in memory beside the servers."""
 Score = Callable[[FindingsT, RunFigures], ScoresT]
-"""Holds the servers' answers to the models."""
+"""Compares the servers' answers with the models."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _ServerGroup:
     sides: Sequence[Side]
     plan: MemoryPlan
     servers: Sequence[Server]
-    """In the order of the sides."""
+    """The servers, in the order of the sides."""
 
     @property
     def started(self) -> list[SubprocessEndpoint]:
@@ -202,7 +202,7 @@ def _request_source(run: Run, text: "HeldOutText") -> RequestSource:
 
 
 def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessEndpoint]) -> ScoresT:
-    """While the servers stop."""
+    """Score the answers while the servers stop."""
     with ThreadPoolExecutor() as threads:
         stops = [threads.submit(server.stop) for server in servers]
         scores = score()
@@ -213,7 +213,7 @@ def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessE
 
 @contextmanager
 def leaving_cores(servers: int) -> Iterator[None]:
-    """While it is open, torch leaves one core to each of the starting servers. Threads that wait for a turn
+    """Inside the `with` block, torch leaves one core to each starting server. Threads that wait for a turn
     on a core take longer together than one thread alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - servers))
@@ -265,9 +265,9 @@ def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFig
 
 
 def _task_scores(run: Run, server: Callable[[str], Endpoint]) -> tuple[TaskScore, ...]:
-    """It runs last, so that the servers have met nothing else when they are measured.
+    """The scores of lm-eval's tasks. They run last, so that the measurements come first.
 
-    server: the endpoint of a side, up
+    server: the endpoint of a side's running server
     """
     tasks = run.asked.tasks
     if tasks is None:

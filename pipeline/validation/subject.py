@@ -16,7 +16,7 @@ from ..records.artifact import Artifact, record_files
 def describe_subject(
     checkpoint: Checkpoint, manifest: Artifact | None, layouts: Mapping[str, str]
 ) -> Subject:
-    """Digests are computed from the files themselves, but for an artifact whose manifest was just checked."""
+    """The subject of a verdict. Digests come from the files, or from a manifest that was just checked."""
     files = manifest.files if manifest else record_files(checkpoint.folder)
     described = manifest or Artifact(checkpoint.public_name, checkpoint.revision, {}, {}, files)
     return Subject(

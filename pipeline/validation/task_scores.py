@@ -19,15 +19,16 @@ from ...serving_check.evidence.task_scores import TaskScore
 from ..checkpoints.checkpoint import Checkpoint
 
 CONTEXT = 2048
-"""Tokens that a task's prompts get at most, unless the model has fewer: what lm-eval takes for any server."""
+"""The most tokens of a task's prompts, unless the model's context is shorter: lm-eval's default for
+servers."""
 MOST_CONCURRENT = 32
 LINES_OF_LOG = 12
 Results = Mapping[str, Any]
-"""What lm-eval writes: `results`, `higher_is_better`, `versions`, … by task."""
+"""The JSON that lm-eval writes: `results`, `higher_is_better`, `versions` and others, by task."""
 
 
 def require_lm_eval() -> None:
-    """UserError if it is not installed, so that this shows before hours of work."""
+    """UserError if lm-eval is not installed, so that the user learns it before hours of work."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks runs lm-eval, which is not installed; pip install 'lm-eval[api]'")
 

@@ -31,13 +31,14 @@ SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_t
 NOT_COMPARED = {"truncation", "padding", "version", "model", *SECTIONS}
 """Sections of a tokenizer that a call sets, or that have a part of their own."""
 GENERATION_BOOKKEEPING = {"transformers_version", "_from_model_config", "use_cache", *TOKEN_IDS}
-"""Of generation_config.json: how it was saved, what changes no token, and what has a part of its own."""
+"""Keys of generation_config.json that are not compared: how it was saved, keys that change no token, and keys
+that are compared as parts of their own."""
 PART_OF_FILE = {
     "vocab.json": "vocabulary", "vocab.txt": "vocabulary", "tokenizer.model": "vocabulary",
     "tekken.json": "vocabulary", "merges.txt": "merges", "added_tokens.json": "added_tokens",
     "chat_template.json": "chat_template",
 }  # fmt: skip
-"""Files that readers other than transformers' fast tokenizers take, and the part that each is of."""
+"""Files that are read by others than transformers' fast tokenizers, and the part that each belongs to."""
 TEMPLATES = "additional_chat_templates"
 SHOWN_CHARACTERS = 40
 
@@ -91,7 +92,7 @@ def _tokenizers(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[st
 
 
 def _by_content(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[str, str | None]]:
-    """Files of both sides that say different things, and such files as only the artifact has."""
+    """Files whose content differs between the sides, and such files that only the artifact has."""
     names = dict(PART_OF_FILE)
     for side in (artifact, baseline):
         names |= {f"{TEMPLATES}/{path.name}": "chat_template" for path in (side.folder / TEMPLATES).glob("*")}
@@ -145,14 +146,14 @@ def _sequence(what: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str | No
 
 
 def _template(ours: Any, theirs: Any) -> str | None:
-    """The first line that differs, of a template or of the first of several."""
+    """The first line that differs in a chat template, or in the first of several templates that differs."""
     if isinstance(ours, str) and isinstance(theirs, str):
         return _sequence("line", ours.splitlines(), theirs.splitlines()) or _value(ours, theirs)
     return _value(ours, theirs)
 
 
 def _token_ids(file: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """One id equals a list of one; the order in a list does not matter."""
+    """The difference of two token ids or lists of ids. One id equals a list with it, in any order."""
     for name in TOKEN_IDS:
         left, right = _ids(ours.get(name)), _ids(theirs.get(name))
         if left != right:

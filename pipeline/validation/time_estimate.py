@@ -14,9 +14,9 @@ from ...serving_check.settings import WorkloadSettings
 from ...serving_check.statistics.decide import LOOKS
 
 SAMPLE_WIDTH, SAMPLE_NUMBERS = 4096, 1 << 24
-"""Of the weight that is timed: too large for most caches, and quickly made."""
+"""The width and the size of the weight that is timed: too large for most caches, and quickly made."""
 PROMPT_ROWS = 512
-"""Prompt tokens that are timed together; more take in proportion."""
+"""How many prompt tokens are timed together; the time of more is proportional."""
 TRIALS = 3
 
 

@@ -28,15 +28,15 @@ from ..quantization.solvers.equalization import column_scales
 from ..records.artifact import Artifact
 
 BLOCK = 1 << 24
-"""Weights held together in fp32, a few copies of them: bounds memory whatever a layer's size."""
+"""How many weights are in fp32 at once, in a few copies, which bounds memory whatever a layer's size."""
 NAMED = 8
-"""Names kept of each list, which may be as long as the checkpoint."""
+"""How many names of each list are kept, since a list may be as long as the checkpoint."""
 WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """errors: the relative error of each quantized module, not finite if it holds a NaN"""
+    """The comparison. errors: the relative error of each quantized module, not finite if it holds a NaN"""
 
     figures: WeightFigures
     errors: dict[str, float]
@@ -118,7 +118,8 @@ class _Comparison:
     baseline: Checkpoint
     device: str
     scaled: Mapping[str, str]
-    """The norms that have taken over scales, by module: held to the errors of those that read them."""
+    """The norm that has absorbed each module's scales; the recorded errors of these modules show if it is
+    right."""
     kept: int = 0
     changed: list[ChangedTensor] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -126,7 +127,7 @@ class _Comparison:
     _seen: set[str] = field(default_factory=set)
     _sources: dict[str, LinearWeight] = field(default_factory=dict)
     _biases: dict[str, ExpertBias] = field(default_factory=dict)
-    """By the name that a single expert's bias has in the artifact."""
+    """The biases of single experts, by their names in the artifact."""
 
     def __post_init__(self) -> None:
         found = find_linear_weights(self.baseline)
@@ -183,7 +184,8 @@ class _Comparison:
         return column_scales(old, new) if old.shape == new.shape else None
 
     def compare_kept(self, name: str) -> None:
-        """Hold one unquantized tensor against the baseline's of that name, or the rows it was cut from."""
+        """Compare one unquantized tensor with the baseline's of that name, or with the rows it was cut
+        from."""
         info = self.artifact.tensors[name]
         source = None
         if name in self._biases and name not in self.baseline.tensors:
@@ -231,7 +233,7 @@ class _Comparison:
         return scale_of(self.baseline, name) is not None or self.baseline.tensors[name].dtype == info.dtype
 
     def _kept_blocks(self, info: TensorInfo, source: LinearWeight | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of both, [rows, columns]; a tensor of one dimension is one row."""
+        """Blocks of rows of both tensors, [rows, columns]; a one-dimensional tensor is one row."""
         if len(info.shape) < 2:
             numbers = math.prod(info.shape)
             theirs = self.baseline.read(info.name)

@@ -26,11 +26,11 @@ class Place:
     folder: Path
     report: Path
     manifest: Artifact | None = None
-    """It names the verdict."""
+    """The artifact's manifest, which then gets the verdict's digest; None in other folders."""
 
     def write(self, verdict: Verdict) -> bool:
-        """Whether it could be written; if not, older files are removed: an earlier pass must not outlive a
-        fail.
+        """Write the verdict; returns whether that succeeded. If not, older files are removed: an earlier pass
+        must not outlive a fail.
         """
         with _or_a_note(f"{self.name}'s verdict", self._remove) as written:
             (self.folder / SIGNATURE_NAME).unlink(missing_ok=True)
@@ -41,7 +41,7 @@ class Place:
         return bool(written)
 
     def write_pages(self, pages: Mapping[str, bytes]) -> bool:
-        """Whether they could be written; the artifact's report is replaced whole."""
+        """Write the pages; returns whether that succeeded. The artifact's report is replaced as a whole."""
         if self.manifest is not None:
             shutil.rmtree(self.report, ignore_errors=True)
         from ..report.write import write_files

@@ -103,9 +103,7 @@ def scaled_norm(
 
 
 def column_scales(norm: Tensor, divided: Tensor) -> Tensor:
-    """fp32 [K]: the factors of the columns if a norm's weight [K] becomes `divided`, including its
-    rounding.
-    """
+    """The scales of the columns, fp32 [K], if a norm's weight [K] becomes `divided`, rounding included."""
     old, new = norm.float(), divided.float()
     return torch.where(new == 0, 1.0, old / torch.where(new == 0, 1.0, new))
 

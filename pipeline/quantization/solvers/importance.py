@@ -13,16 +13,18 @@ from torch import Tensor
 from .column_sums import fold
 
 FLOOR = 1e-3
-"""Of a layer's mean: an input that is never seen still counts a little."""
+"""The least importance of an input, as a share of the layer's mean: an unseen input still counts a little."""
 
 
 def importance_of(squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By module, fp32 [K], one on average; squares: the sums of squares of its inputs, float64 [K]."""
+    """The importance of each module's inputs, fp32 [K], 1 on average. squares: their sums of squares, float64
+    [K]."""
     return {module: _floored(total) for module, total in squares.items()}
 
 
 def importance_of_columns(blocks: Iterable[Tensor]) -> Tensor:
-    """fp32 [K], one on average, from a weight's rows, some [rows, K] at a time and on any device."""
+    """The importance of inputs, fp32 [K], 1 on average, from blocks of a weight's rows [rows, K] on any
+    device."""
     squares = fold(torch.stack([fold(block.float().square()).cpu() for block in blocks]))
     return _floored(squares.clamp(min=FLOOR * float(squares.mean())).rsqrt())
 

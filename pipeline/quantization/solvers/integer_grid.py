@@ -9,7 +9,7 @@ from .integer_least_squares import IntegerCodes, as_stored
 from .second_order import Round
 
 RATIOS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
-"""Of the scale that clips nothing: tried one column at a time, to find where to look with feedback."""
+"""Candidate scales relative to the scale that clips nothing. They are tried without feedback at first."""
 SCALES_NEAR = (1.0, 0.97, 1.03, 0.94, 1.06)
 SMALLEST = 2.0**-100
 
@@ -32,7 +32,7 @@ class IntegerGrid:
         return len(SCALES_NEAR) + len(self.zero_offsets) - 1
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
-        """The neighbours of the best by least squares, each weight by itself (`integer_least_squares.py`)."""
+        """The neighbours of the least-squares solution, which rounds each weight by itself."""
         top, middle = self.codes.top, self.codes.middle
         low, high = target.amin(1).clamp(max=0), target.amax(1).clamp(min=0)
         if self.symmetric:

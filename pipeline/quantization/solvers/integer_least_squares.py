@@ -30,11 +30,11 @@ REFINEMENTS = 4
 
 @dataclass(frozen=True)
 class IntegerCodes:
-    """The codes 0..top of a format.
+    """The integer codes of a format, 0..top.
 
     middle: the zero point of symmetric weights
-    ratios: of the scale that clips nothing, tried for each group
-    signs:  of the scale of symmetric weights
+    ratios: candidate scales for each group, relative to the scale that clips nothing
+    signs:  the signs that the scale of symmetric weights may have
     """
 
     top: int

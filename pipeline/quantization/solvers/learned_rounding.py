@@ -27,21 +27,22 @@ from .equalization import EqualizedNorm
 from .levels import Levels
 
 POSITION_RATE, FACTOR_RATE = 2e-3, 2e-4
-"""Of Adam at first, in levels and of a scale: they fall to nothing along a cosine."""
+"""Adam's initial learning rates for positions, in levels, and for factors of scales; both decay to 0 along a
+cosine."""
 BETAS, SMALLEST = (0.9, 0.99), 1e-20
 NEAREST = 0.49
-"""Of a level: how far from its own level a position begins at most."""
+"""How far from its own level a position may begin, as a share of the distance between levels."""
 HELD_ASIDE = 16
-"""One in so many parts of the text is held aside: nothing is learned from it."""
+"""One in this many parts of the text is held out: nothing is learned from it."""
 LOOKS = 8
-"""How often the loss on the part held aside is taken."""
+"""How many times the loss on the held-out part is computed."""
 SEED = 26
 
 
 @dataclass(frozen=True)
 class LearnedLayer:
-    """weights: by module; before, after: the layer's squared error on the sequences held aside, as a share of
-    its output's square"""
+    """weights: the layer's weights by module
+    before, after: the layer's squared error on held-out sequences, as a share of its output's square"""
 
     weights: dict[str, Weight]
     before: float
@@ -189,7 +190,8 @@ class _Layer:
             parameter.grad = None
 
     def _loss(self, start: int) -> Tensor:
-        """Each token counts alike, as behind the next norm: a few have outputs far larger than the rest."""
+        """The loss. Each token has the same weight, as after the next norm: a few tokens have far larger
+        outputs."""
         aim = self.stream.hidden(start, self.aim).float()
         error = (self.stream.run(self.name, start).float() - aim).square().sum(-1)
         return (error / aim.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)).mean()
@@ -216,7 +218,7 @@ def _parameters(
 
 
 def _shuffled(starts: Sequence[int]) -> Iterator[int]:
-    """All of them in one order after another, without an end; the same for the same number of them."""
+    """All starts in one random order after another, without an end; the same orders for the same number."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
         for index in torch.randperm(len(starts), generator=generator).tolist():
@@ -225,7 +227,8 @@ def _shuffled(starts: Sequence[int]) -> Iterator[int]:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Within it, a GPU adds up gradients in one order: a job taken up again learns the same."""
+    """Inside the `with` block, a GPU adds gradients in a fixed order, so that a resumed job learns the
+    same."""
     deterministic: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     # Whatever is made here is written before it is read: to fill all of it first is a pass over each tensor.

@@ -12,7 +12,7 @@ class Levels(Protocol):
 
     top:    the highest level
     chosen: fp32 [N, K], whole numbers: the levels of the weight that this was made from
-    groups: of a row, each with a scale of its own
+    groups: the number of groups of a row, each of which has a scale
     """
 
     top: int

@@ -24,13 +24,13 @@ from .column_sums import solve_rows
 from .graph_replay import Choose, with_graph_replay
 
 DAMPING = 0.01
-"""Of the mean of H's diagonal, added to all of it: as GPTQ has it."""
+"""The share of the mean of H's diagonal that is added to the diagonal, as in GPTQ."""
 SWEEPS = 2
 CPU_NUMBERS, GPU_NUMBERS = 1 << 19, 1 << 26
-"""Numbers [candidates, rows, group] rounded together: so many that each operation is worth its call on a CPU,
-and what fills a GPU."""
+"""How many numbers [candidates, rows, group] are rounded together: enough that an operation outweighs its
+call on a CPU, and enough to fill a GPU."""
 LAZY = 16
-"""Columns whose errors are handed on to those after them at once (GPTQ's lazy updates, within a group)."""
+"""How many columns pass their errors on to later columns at once (GPTQ's lazy updates, within a group)."""
 
 Round = Callable[[Tensor, Tensor], object]
 
@@ -46,11 +46,11 @@ class Grid(Protocol):
 
     @property
     def candidates(self) -> int:
-        """How many `first` gives; `near` gives no more."""
+        """How many candidates `first` returns; `near` returns no more than that."""
         ...
 
     def __hash__(self) -> int:
-        """Equal for grids that are equal, which do the same operations."""
+        """The hash. Grids that are equal do the same operations."""
         ...
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Grid(Protocol):
         ...
 
     def near(self, parameters: Tensor) -> Tensor:
-        """Those [P, candidates, rows] next to `parameters` [P, rows]."""
+        """The parameters [P, candidates, rows] that are next to `parameters` [P, rows]."""
         ...
 
     def rescaled(self, parameters: Tensor, factor: Tensor) -> Tensor:
@@ -67,7 +67,8 @@ class Grid(Protocol):
         ...
 
     def rounder(self, parameters: Tensor) -> Round:
-        """Puts the nearest values [n] that parameters [P, n] offer to values [n] into others [n]."""
+        """A function that writes the nearest values of the grid with parameters [P, n] to values [n] into a
+        third tensor."""
         ...
 
 
@@ -75,10 +76,10 @@ class Grid(Protocol):
 class Curvature:
     """H of a weight's inputs, made ready for any number of weights that have the same inputs.
 
-    order:   int64 [K], the columns as they are solved
+    order:   int64 [K], the columns in the order in which they are solved
     matrix:  fp32 [K, K] in that order, damped
     inverse: fp32 [K, K] upper triangular R with R'R the inverse of `matrix`
-    within:  fp32 [G, g, g], the same of each group's own block
+    within:  fp32 [G, g, g], the same factor for each group's own block
     blocks:  fp32 [G, g, g], the inverses of those blocks
     """
 
@@ -94,7 +95,8 @@ class Curvature:
 
 
 def prepare(hessian: Tensor, group_size: int, damping: float = DAMPING) -> Curvature:
-    """hessian: float [K, K], symmetric and not negative; K a multiple of `group_size`."""
+    """The curvature for `hessian`, float [K, K], symmetric and positive semidefinite; K a multiple of
+    `group_size`."""
     diagonal = hessian.diagonal().double()
     mean = diagonal.mean()
     level = damping * (mean if mean > 0 else torch.ones_like(mean))
@@ -126,7 +128,7 @@ def _upper(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Solution:
-    """values: fp32 [N, K], on the grid; parameters: fp32 [P, N, K/g]."""
+    """A solution. values: fp32 [N, K], on the grid; parameters: fp32 [P, N, K/g]."""
 
     values: Tensor
     parameters: Tensor
@@ -163,12 +165,12 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
 
 @lru_cache(maxsize=1)
 def _choices(grid: Grid) -> tuple[Choose, Choose]:
-    """What is recorded for one weight serves those after it, under a grid that is equal."""
+    """The recorded functions that choose parameters, shared by all weights whose grids are equal."""
     return with_graph_replay(partial(_first_choice, grid)), with_graph_replay(partial(_next_choice, grid))
 
 
 def forget_recordings() -> None:
-    """Give back what was recorded on a GPU, about a gigabyte for wide layers."""
+    """Free the recordings on a GPU, about a gigabyte for wide layers."""
     _choices.cache_clear()
 
 
@@ -210,7 +212,7 @@ def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature
 
 
 def _first_choice(grid: Grid, wanted: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    """`_best` of what a grid tries first."""
+    """`_best` of the grid's first candidates."""
     return _best(wanted, factor, grid, grid.first(wanted, factor.diagonal().square().reciprocal()))
 
 
