@@ -25,6 +25,7 @@ from ...base.log import logger
 from ...base.progress import progress_bar
 from ..packing.all_layouts import LAYOUTS
 from ..packing.layout import ExpertsLayout, Problem
+from ..packing.trial import DOES_NOT_RUN
 from .explain import lowest_ratio, mean_ratio
 from .measure import ShapeMeasurements, measure
 from .measurement_cache import cached, store
@@ -60,11 +61,15 @@ def default_layout(problem: Problem) -> str:
 
     UserError if there is none, as for formats without a batch-invariant kernel.
     """
+    broken = []
     for name, layout in LAYOUTS.items():
-        if layout.refuses(problem) is None:
+        refusal = layout.refuses(problem)
+        if refusal is None:
             return name
+        if refusal.startswith(DOES_NOT_RUN):
+            broken.append(f"; {name} {refusal}")
     advice = "" if problem.batch_invariance == "tuned" else "; leave --batch-invariance out"
-    raise UserError(f"no layout serves {problem!s} on {problem.device.type}{advice}")
+    raise UserError(f"no layout serves {problem!s} on {problem.device.type}{''.join(broken)}{advice}")
 
 
 def forced_for(force: str | None, problem: Problem) -> str | None:

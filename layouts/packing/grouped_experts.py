@@ -50,7 +50,7 @@ class GroupedUnquantized:
 
     def refuses(self, problem: Problem) -> str | None:
         dtypes = (*DTYPES, torch.float32)
-        return _serves((Unquantized,), dtypes).refuses(problem)
+        return _serves((Unquantized,), dtypes).refuses(problem) or trial_refusal(self, problem)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         return self.of(torch.stack([weight.dequantize(dtype) for weight in weights]))
@@ -162,7 +162,7 @@ class GroupedDequantize:
         if isinstance(problem.spec, Unquantized):
             return "has nothing to dequantize"
         dtypes = (*DTYPES, torch.float32)
-        return _serves(None, dtypes).refuses(problem)
+        return _serves(None, dtypes).refuses(problem) or trial_refusal(self, problem)
 
     def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
         parts = [weight.tensors() for weight in weights]

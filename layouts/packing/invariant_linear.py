@@ -11,6 +11,7 @@ from ...kernels.invariant_matmul import invariant_matmul, semaphores_of
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
+from .trial import trial_refusal
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -27,7 +28,7 @@ class InvariantLinear:
         if problem.batch_invariance == "tuned":
             return FOR_INVARIANCE_ONLY
         serves = Serves((Unquantized,), "cuda", DTYPES, invariance_modes=INVARIANCE_MODES, capability=(8, 0))
-        return serves.refuses(problem)
+        return serves.refuses(problem) or trial_refusal(self, problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         values = weight.dequantize(dtype).contiguous()

@@ -14,6 +14,8 @@ from .layout import AnyLayout, Experts, ExpertsLayout, Problem
 from .routing import Routing
 
 SMALL_N, SMALL_K = 256, 512
+DOES_NOT_RUN = "does not run with Triton"
+"""How such a refusal begins."""
 REASONS: dict[tuple[str, torch.dtype], str] = {}
 """By layout and dtype, why the kernel does not run here; empty if it runs. One trial is enough for all shapes
 and parameters of a format, since they are compiled from one source."""
@@ -47,7 +49,7 @@ def failure(layout: AnyLayout, problem: Problem) -> str:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
-        return f"does not run with Triton {kernel_versions().get('triton', '(not installed)')}: {reason}"
+        return f"{DOES_NOT_RUN} {kernel_versions().get('triton', '(not installed)')}: {reason}"
     return ""
 
 

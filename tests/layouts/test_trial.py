@@ -1,8 +1,13 @@
 """A layout whose kernel does not compile here refuses with the compiler's words."""
 
+from itertools import product
+
 import pytest
 import torch
+from scalegate.base.errors import UserError
 from scalegate.layouts.choosing.choose import default_layout
+from scalegate.layouts.choosing.tried import OwnKernel
+from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.packing import trial
 from scalegate.layouts.packing.all_layouts import LAYOUTS
@@ -49,6 +54,43 @@ def test_the_shape_that_is_tried_is_small_where_the_format_takes_that():
     assert (trial.small(problem()).n, trial.small(problem()).k) == (trial.SMALL_N, trial.SMALL_K)
     assert trial.small(problem(group_size=1024)).k == 4096
     assert trial.small(problem(experts=Experts(64, 8))).experts == Experts(2, 1)
+
+
+def on_a_gpu(layout: OwnKernel) -> Problem:
+    """A problem that a layout of ours does not refuse on a GPU where every kernel runs."""
+    modes, experts = ("tuned", "pin"), (None, Experts(64, 8))
+    for _, weight_format in WEIGHT_FORMATS.items():
+        for mode, some in product(modes, experts):
+            spec = weight_format.variants()[0]
+            asked = Problem(spec, 256, 512, torch.bfloat16, torch.device("cuda", 0), some, mode)
+            if layout.refuses(asked) is None:
+                return asked
+    raise AssertionError(f"{layout} refuses everything")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0 on which every kernel runs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(trial, "REASONS", {})
+    monkeypatch.setattr(trial, "failure", lambda layout, asked: "")
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if isinstance(layout, OwnKernel)])
+def test_every_kernel_of_ours_is_tried_before_its_layout_serves(hopper, monkeypatch, name: str):
+    asked = on_a_gpu(LAYOUTS[name])
+    monkeypatch.setattr(trial, "REASONS", {})
+    monkeypatch.setattr(trial, "failure", lambda layout, asked: "does not run with Triton 9.9: no such thing")
+    assert LAYOUTS[name].refuses(asked) == "does not run with Triton 9.9: no such thing"
+
+
+def test_if_nothing_serves_the_error_says_what_the_compiler_said(hopper, monkeypatch):
+    asked = on_a_gpu(LAYOUTS["grouped_unquantized"])
+    monkeypatch.setattr(trial, "REASONS", {})
+    monkeypatch.setattr(trial, "failure", lambda layout, asked: "does not run with Triton 9.9: no such thing")
+    with pytest.raises(UserError, match=r"grouped_unquantized does not run with Triton 9\.9: no such thing"):
+        default_layout(asked)
 
 
 @pytest.mark.gpu

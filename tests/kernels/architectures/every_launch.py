@@ -13,6 +13,7 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.kernels.sampling.top_k import top_k
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.unquantized import Unquantized
@@ -60,6 +61,8 @@ ROWS = (1, 8, 16, 32, 64, 128, 1024)
 N, K = 256, 1024
 EXPERTS = Experts(count=8, top_k=4)
 FEW_ROWS = (1, 32)
+WITH_ALL_ROWS = (Int4, Unquantized, IQ2XXS, FP8)
+"""Formats that are multiplied by every number of rows; the kernels of the others are those of INT4."""
 
 
 class Graph:
@@ -129,7 +132,7 @@ def problems() -> Iterator[tuple[Problem, tuple[int, ...]]]:
         first, *others = cls.variants()
         others += [Int4(group_size) for group_size in (32, 64)] if cls is Int4 else []
         for experts in (None, EXPERTS):
-            all_rows = ROWS if cls in (Int4, Unquantized, IQ2XXS) else FEW_ROWS
+            all_rows = ROWS if cls in WITH_ALL_ROWS else FEW_ROWS
             yield Problem(first, N, K, torch.bfloat16, GPU, experts), all_rows
             yield Problem(first, N, K, torch.float16, GPU, experts), FEW_ROWS
             for mode in INVARIANT if experts is None else ():

@@ -1,4 +1,4 @@
-"""Every kernel that a server may launch compiles for Ampere and Ada GPUs, with no GPU.
+"""Every kernel that a server may launch compiles for seven architectures, with no GPU.
 
 The list is made by starting engines and by the registry of layouts (`every_launch.py`). A kernel must fit the
 shared memory that a CTA has there, and the assembler takes nothing that its architecture does not have.
@@ -31,7 +31,7 @@ from scalegate.tests.kernels.triton_versions import bound
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
-SHARED_KIB = {80: 163, 86: 99, 89: 99}
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 """What a CTA can have on each architecture, by NVIDIA's table of compute capabilities."""
 HOPPERS_OWN = {
     "stream_k_kernel", "invariant_kernel", "iq2_xxs_one_row_kernel", "hopper_prefill_kernel",
@@ -48,10 +48,13 @@ launched = functools.cache(record)
 
 def fault(launch: Launch, capability: int, shared_kib: int, scratch: Path) -> str | None:
     """Why a server could not launch this on that architecture, or why it would be slow; None for neither."""
-    kernel = launch.compile(capability)
+    try:
+        kernel = launch.compile(capability)
+    except Exception as error:
+        return f"does not compile: {type(error).__name__}: {str(error).strip()[-200:]}"
     if kernel.metadata.shared > shared_kib * 1024:
         return f"takes {kernel.metadata.shared} bytes of shared memory, of {shared_kib * 1024}"
-    if f".target sm_{capability}" not in kernel.asm["ptx"]:
+    if re.search(rf"\.target sm_{capability}\w?,?\s", kernel.asm["ptx"]) is None:
         return "was compiled for another architecture"
     folder = launch.kernel.fn.__module__.partition("kernels.")[2].partition(".")[0]
     spilled = stack_bytes(kernel, scratch)
@@ -67,8 +70,8 @@ def stack_bytes(kernel: Any, scratch: Path) -> int:
     return int(re.search(r"STACK:(\d+)", shown)[1])
 
 
-# Some 160 forms are compiled, each in seconds.
-@pytest.mark.timeout(1200)
+# Some 170 forms are compiled, on 9.0 230, each in seconds if Triton has not cached it.
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_every_form_of_every_kernel_compiles_and_fits(capability: int, tmp_path: Path):
     faults = []
@@ -92,12 +95,13 @@ def test_no_kernel_is_left_out():
     assert len(launches) >= 30
     recorded = {
         (launch.kernel.fn.__module__.partition("kernels.")[2], launch.name)
-        for launch in launched(80).launches.values()
+        for capability in (80, 90)
+        for launch in launched(capability).launches.values()
     }
     missing = {
         f"{path.relative_to(sources)}: {name}"
         for path, name in launches
-        if name not in BELOW_AMPERE | HOPPERS_OWN
+        if name not in BELOW_AMPERE
         and not any(name == known and imports_or_has(path, module) for module, known in recorded)
     }
     assert not missing
@@ -118,9 +122,9 @@ def imports_or_has(path: Path, module: str) -> bool:
     return path.stem == name or f"from .{name} import" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("capability", [*SHARED_KIB, 100, 120, 121])
+@pytest.mark.parametrize("capability", [capability for capability in SHARED_KIB if capability != 90])
 def test_hoppers_kernels_are_offered_on_hopper_alone(capability: int):
-    assert not names(capability) & HOPPERS_OWN
+    assert names(90) >= HOPPERS_OWN and not names(capability) & HOPPERS_OWN
     with pretended_gpu(capability):
         for _, layout in LAYOUTS.items():
             if isinstance(layout, HopperLayout | IQ2XXSLayout):
