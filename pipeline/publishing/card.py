@@ -33,6 +33,7 @@ from .card_phrases import (
     engine_phrase,
     quantization_phrase,
     size_phrase,
+    states_phrase,
     versions_phrase,
 )
 from .card_tables import (
@@ -145,6 +146,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
         "engine_measured": engine_phrase(verdict),
         "workload": verdict.workload,
         "curve": [curve_row(point) for point in verdict.curve],
+        "states": states_phrase(verdict),
         "rival": rival_table(verdict),
         "profile": profile_table(verdict),
         "scores": [score_row(score) for score in verdict.scores],

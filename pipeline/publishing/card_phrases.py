@@ -10,6 +10,8 @@ from ..records.artifact import Artifact
 from .markdown import code
 
 UNKNOWN = "not known"
+MEMORY_GB = 10
+"""Of which the card says how many requests it holds."""
 
 
 def baseline_phrase(verdict: Verdict) -> str:
@@ -37,6 +39,35 @@ def size_phrase(count: int) -> str:
 
 def versions_phrase(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or UNKNOWN
+
+
+def states_phrase(verdict: Verdict) -> str | None:
+    """The memory that a request takes in a model with recurrent layers; None if the server kept no states."""
+    memory = verdict.evidence.request_memory
+    if memory is None or not memory.states:
+        return None
+    tokens = verdict.workload.input_len + verdict.workload.output_len
+    fit = int(MEMORY_GB * 1e9) // memory.of_request(tokens)
+    kinds = ", ".join(f"{name.replace(' ', ' in ')}" for name in memory.states)
+    beside = ""
+    if memory.page_bytes:
+        beside = (
+            f", beside {size_phrase(memory.page_bytes // memory.page_size)} of keys and values for a token"
+        )
+    return (
+        f"Its recurrent layers keep {size_phrase(memory.state_bytes)} of state for each request, however "
+        f"long it is ({kinds}){beside}. In {MEMORY_GB} GB of memory beside the weights, {fit:,} requests of "
+        f"{tokens} tokens fit. The measured server had room for {_most_at_once(verdict, tokens)} of them."
+    )
+
+
+def _most_at_once(verdict: Verdict, tokens: int) -> str:
+    """How many requests of that many tokens the measured server held, by its rows and by its pages."""
+    evidence = verdict.evidence
+    bounds = [] if evidence.limit is None else [evidence.limit]
+    if evidence.capacity is not None and evidence.request_memory and evidence.request_memory.page_bytes:
+        bounds.append(evidence.capacity // tokens)
+    return f"{min(bounds):,}" if bounds else UNKNOWN
 
 
 def quantization_phrase(artifact: Artifact, method: str | None) -> str:

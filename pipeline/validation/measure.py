@@ -86,6 +86,7 @@ def _evidence(
         readers=results.findings.readers,
         capacity=served.capacity,
         limit=served.limit,
+        request_memory=served.request_memory,
         compiled=served.compiled,
         packed=served.packed,
         has_rival=run.rival is not None,

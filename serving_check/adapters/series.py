@@ -23,6 +23,8 @@ class Series:
     generation_tokens: str | None = None
     cache_config: str | None = None
     """The KV cache's capacity, in the labels `num_gpu_blocks` and `block_size`."""
+    request_bytes: str | None = None
+    """Bytes kept of each request; labels `kept`, `format` and `dtype`."""
     max_num_seqs: str | None = None
     """The most requests that run together."""
     steps_by_running: str | None = None
@@ -53,6 +55,7 @@ VLLM_SERIES = Series(
 )
 SCALEGATE_SERIES = Series(
     **{name: series for name, series in vars(VLLM_SERIES).items() if series is not None},
+    request_bytes="scalegate:request_bytes",
     max_num_seqs="scalegate:max_num_seqs",
     steps_by_running="scalegate:engine_steps_total",
     waiting_request_steps="scalegate:waiting_request_steps_total",

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from ...base.errors import UserError
-from ..adapters.prometheus_text import labelled
+from ..adapters.prometheus_text import by_label, labelled
 from ..adapters.series import SCALEGATE_SERIES, Series
+from ..evidence.request_memory import RequestMemory
 from ..evidence.verdict import CheckResult, CurvePoint, ServingFigures
 from ..settings import WorkloadSettings
 from .reached import reachable
@@ -16,10 +17,29 @@ FULL = 0.9
 
 def kv_cache_tokens(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
     """How many tokens a server's KV cache holds, as its `/metrics` say; None if they do not."""
+    pool = _pages(samples, series)
+    return None if pool is None else pool[0] * pool[1]
+
+
+def request_memory(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> RequestMemory | None:
+    """What a server keeps of each request, as its `/metrics` say; None if they do not."""
+    pool, kept = _pages(samples, series), by_label(samples, series.request_bytes, "kept")
+    if pool is None or not kept:
+        return None
+    states = {
+        f"{labels['format']} {labels['dtype']}": int(size)
+        for labels, size in labelled(samples, series.request_bytes)
+        if labels["kept"] == "state"
+    }
+    return RequestMemory(pool[1], int(kept["page"]), int(kept["row"]), states)
+
+
+def _pages(samples: dict[str, float], series: Series) -> tuple[int, int] | None:
+    """The number of pages of a server's KV cache, and the tokens in a page."""
     for labels, _ in labelled(samples, series.cache_config):
         pages, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
         if pages.isdigit() and size.isdigit():
-            return int(pages) * int(size)
+            return int(pages), int(size)
     return None
 
 
@@ -43,6 +63,7 @@ def check_kv_capacity(
     capacity: int | None,
     limit: int | None = None,
     share: float = 0.0,
+    memory: RequestMemory | None = None,
 ) -> CheckResult:
     """No preemption at any M, and as many requests running as the server has room for by its own figures.
 
@@ -51,10 +72,12 @@ def check_kv_capacity(
     limit: the most requests that the server runs together; None if it does not say
     share: the share of M, or of the requests that ran on the baseline if they were fewer, that must be
         running
+    memory: what the server keeps of each request; None if it does not say
     """
     preemptions = {point.m: point.artifact.preemptions for point in curve}
     lost = {m: count for m, count in preemptions.items() if count}
     broken = [point for point in curve if _breaks_promise(point, workload, capacity, limit, share)]
+    held = _held(capacity, limit, memory)
     usage = max((point.artifact.kv_usage_max or 0.0 for point in curve), default=0.0)
     counted = bool(curve) and None not in preemptions.values()
     if lost:
@@ -71,15 +94,30 @@ def check_kv_capacity(
         reason = "nothing was measured under load"
     else:
         reason = "the server's /metrics do not report preemptions"
-    held = "capacity not reported" if capacity is None else f"holds {capacity} tokens"
+    figures: dict[str, float | int | str | None] = {
+        "needed_tokens": needed_tokens(workload),
+        "capacity_tokens": capacity,
+        "usage_max": usage,
+    }
+    if memory is not None and memory.states:
+        figures["state_bytes"] = memory.state_bytes
     return CheckResult(
         name=NAME,
         status="fail" if lost or broken else "pass" if counted else "inconclusive",
         measured=f"{held}, {usage:.0%} used at most, {sum(lost.values())} preemptions",
         bound=f"{needed_tokens(workload)} tokens (M={max(workload.ms)}) without a preemption",
         reason=reason,
-        figures={"needed_tokens": needed_tokens(workload), "capacity_tokens": capacity, "usage_max": usage},
+        figures=figures,
     )
+
+
+def _held(capacity: int | None, limit: int | None, memory: RequestMemory | None) -> str:
+    """`holds 4096 tokens`, or the states of how many requests, or both."""
+    held = [] if capacity is None else [f"{capacity} tokens"]
+    if memory is not None and memory.states and limit is not None:
+        states = f"the states of {limit} requests, {memory.state_bytes / 1e6:.2f} MB each"
+        held = [*held, states] if memory.page_bytes else [states]
+    return f"holds {' and '.join(held)}" if held else "capacity not reported"
 
 
 def _breaks_promise(

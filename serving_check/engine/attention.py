@@ -97,6 +97,14 @@ class ServedLayers:
         """The bytes of all states of a request."""
         return sum(shape.bytes_per_request for shape in self.states.values())
 
+    @property
+    def state_bytes_by_format(self) -> dict[str, int]:
+        """The same by state format and dtype, as `mamba2 float32`."""
+        sums: Counter[str] = Counter()
+        for key, shape in self.states.items():
+            sums[f"{key.name} {str(shape.dtype).removeprefix('torch.')}"] += shape.bytes_per_request
+        return dict(sums)
+
 
 class Attention(Protocol):
     """Takes the attention calls of a forward pass."""

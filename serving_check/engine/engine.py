@@ -15,6 +15,7 @@ from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
 from ...base.progress import progress_bar
 from ...layouts.choosing.plan import device_model
+from ...layouts.kv.format import KV_FORMATS
 from ...layouts.kv.layer import KVScales
 from ...layouts.modules.linear import packed_layers
 from .attention import AttentionLayer, context_length
@@ -24,7 +25,7 @@ from .cuda_runner import CudaRunner
 from .device_copies import DeviceToHostCopy
 from .grammar import Grammars
 from .jit_monitor import JitMonitor
-from .kv_pool import KVPool, build_pool
+from .kv_pool import KVPool, build_pool, stored_bytes
 from .model_runner import ModelRunner, StepResult
 from .options import EngineOptions
 from .prepare_model import prepare_model
@@ -91,6 +92,8 @@ class Engine:
             options.kv_format,
             packed,
             device_model(model.device),
+            *stored_bytes(layers.attention, KV_FORMATS[options.kv_format], self.pool.page_size),
+            layers.state_bytes_by_format,
         )
         self.runner = _build_runner(model, layers.attention, self.pool, options)
         chunk, chunk_while_decoding = options.chunks(on_gpu)

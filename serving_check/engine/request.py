@@ -153,6 +153,12 @@ class EngineCapacity:
     """The number of packed weights by layout and shape, by names such as `swap_ab 4096x4096`."""
     device: str = ""
     """The model of the GPU or CPU, as named in layout plans."""
+    page_bytes: int = 0
+    """Of a page, in all layers."""
+    row_bytes: int = 0
+    """Of a request besides its pages and states, in all layers."""
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    """Of a request's states in all layers, by state format and dtype, as `mamba2 float32`."""
 
     @property
     def kv_cache_tokens(self) -> int:

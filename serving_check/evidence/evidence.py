@@ -14,6 +14,7 @@ from .company import CompanyFigures
 from .in_use import FiguresInUse
 from .measurement import MeasuredM
 from .quality_figures import Comparison
+from .request_memory import RequestMemory
 from .undisturbed import AloneFigures
 
 PackedLayers = Mapping[str, int] | None
@@ -105,6 +106,8 @@ class Evidence:
     """How many tokens the artifact's KV cache holds; null if its server does not say."""
     limit: int | None = None
     """The most requests that the artifact's server runs together; null if it does not say."""
+    request_memory: RequestMemory | None = None
+    """What the artifact's server keeps in memory of each request; null if it does not say."""
     compiled: tuple[Mapping[str, int] | None, Mapping[str, int] | None] = (None, None)
     """What the artifact's server compiled after warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)

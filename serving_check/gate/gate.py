@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...base.stage_clock import StageClock
 from ..adapters import Endpoint
@@ -14,7 +15,7 @@ from ..adapters.one_server import refuse_one_address, refuse_shared_counter
 from ..adapters.taking_turns import TakingTurns
 from ..checks.canary import Continuation, continuations
 from ..checks.compilations import Compilations, compilations
-from ..checks.kv_capacity import kv_cache_tokens, require_capacity
+from ..checks.kv_capacity import kv_cache_tokens, request_memory, require_capacity
 from ..checks.loads import packed_layers, packed_on
 from ..checks.reached import most_running
 from ..checks.stalls import check_stalls, m_in_doubt, m_to_watch
@@ -23,6 +24,7 @@ from ..evidence.at_rest import AtRestFigures
 from ..evidence.company import CompanyFigures
 from ..evidence.evidence import PackedLayers, RepeatedPrompts
 from ..evidence.measurement import MeasuredM
+from ..evidence.request_memory import RequestMemory
 from ..evidence.undisturbed import AloneFigures
 from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import LOOKS
@@ -64,6 +66,8 @@ class RunFigures:
     """How many tokens the artifact's KV cache holds; None if its server does not say."""
     limit: int | None = None
     """The most requests that the artifact's server runs together; None if it does not say."""
+    request_memory: RequestMemory | None = None
+    """What the artifact's server keeps of each request; None if it does not say."""
     compiled: tuple[Compilations | None, Compilations | None] = (None, None)
     """What the artifact's server compiled after warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
@@ -154,7 +158,7 @@ def serve_and_measure(
         baseline_canary=baseline_canary,
         measured=measured,
         capacity=capacity,
-        limit=most_running(said, artifact.series),
+        **_room_for_requests(said, artifact),
         compiled=(compilations(said, artifact.series), compilations(artifact.metrics(), artifact.series)),
         packed=(packed_layers(said, artifact.series), packed_layers(baseline_said, baseline.series)),
         packed_on=(packed_on(said, artifact.series), packed_on(baseline_said, baseline.series)),
@@ -197,6 +201,12 @@ def _require_capacity(
     held = kv_cache_tokens(said, endpoint.series)
     require_capacity(name, held, workload)
     return held
+
+
+def _room_for_requests(said: dict[str, float], artifact: Endpoint) -> dict[str, Any]:
+    """The fields of `RunFigures` on how many requests run together, and what the server keeps of each."""
+    series = artifact.series
+    return {"limit": most_running(said, series), "request_memory": request_memory(said, series)}
 
 
 def _canary_texts(
@@ -296,7 +306,7 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
         baseline_canary=canaries[BASELINE],
         measured=measured,
         capacity=kv_cache_tokens(said[ARTIFACT], artifact.series),
-        limit=most_running(said[ARTIFACT], artifact.series),
+        **_room_for_requests(said[ARTIFACT], artifact),
         compiled=(None if turns.compiled is None else {}, turns.compiled),
         packed=(
             packed_layers(said[ARTIFACT], artifact.series),

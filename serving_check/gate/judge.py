@@ -94,7 +94,9 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         check_streamed(curve),
         check_latency(evidence.measured, bounds),
         check_stalls(evidence.measured, bounds, evidence.together, blocks),
-        check_kv_capacity(curve, workload, evidence.capacity, evidence.limit, bounds.min_reached),
+        check_kv_capacity(
+            curve, workload, evidence.capacity, evidence.limit, bounds.min_reached, evidence.request_memory
+        ),
         check_compilations(*evidence.compiled),
         *_checks_in_use(evidence, workload, bounds),
         *([] if evidence.company is None else [check_batch_invariance(evidence.company)]),

@@ -178,6 +178,7 @@ class Metrics:
         )
         info.add_metric(list(pool.values()), 1)
         yield info
+        yield self._request_bytes(self.capacity)
         packed = GaugeMetricFamily(
             "scalegate:packed_layers",
             "Quantized linear layers, by the device, the layout their weights are packed in and their shape.",
@@ -188,6 +189,18 @@ class Metrics:
         for name, count in self.capacity.packed_layers.items():
             packed.add_metric([self.model_name, device, *name.split()], count)
         yield packed
+
+    def _request_bytes(self, capacity: EngineCapacity) -> Metric:
+        family = GaugeMetricFamily(
+            "scalegate:request_bytes",
+            "Bytes kept of each request: a page of keys and values, what it has besides pages, its states.",
+            labels=["model_name", "kept", "format", "dtype"],
+        )
+        family.add_metric([self.model_name, "page", capacity.kv_cache_dtype, ""], capacity.page_bytes)
+        family.add_metric([self.model_name, "row", capacity.kv_cache_dtype, ""], capacity.row_bytes)
+        for name, size in capacity.state_bytes.items():
+            family.add_metric([self.model_name, "state", *name.split()], size)
+        return family
 
     def _compiled(self) -> Metric:
         """The counts of compilations. Without a monitor there is no sample, which a reader can tell from a

@@ -18,6 +18,7 @@ from scalegate.pipeline.records.artifact import SIGNATURE_NAME, Artifact, record
 from scalegate.pipeline.records.comparison import ComparedModel, Comparison
 from scalegate.pipeline.records.recipe_file import load_recipe
 from scalegate.pipeline.validation.servers import effective_options, sized_options
+from scalegate.serving_check.evidence.request_memory import RequestMemory
 from scalegate.serving_check.evidence.task_scores import TaskScore
 from scalegate.serving_check.evidence.verdict import CheckResult
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
@@ -376,6 +377,30 @@ def test_a_card_shows_prompts_and_decoding_of_a_profile_apart(artifact):
     assert "Under the load of a service (`chat`)" in text
     assert "| prompts | 1.25 | 1.25 to 1.25 |" in text and "| decoding | 2.00 | 2.00 to 2.00 |" in text
     assert "48 requests with prompts of 200 to 200 tokens" in text
+
+
+def test_a_card_says_what_recurrent_layers_keep_of_a_request(artifact):
+    assert "recurrent layers" not in card_of(artifact), "the control"
+    verdict = passing_verdict(Artifact.read(artifact))
+    tokens = verdict.workload.input_len + verdict.workload.output_len
+    pages = -(-tokens // 16)
+
+    def said(page_bytes, states):
+        memory = RequestMemory(16, page_bytes, 0, states)
+        evidence = replace(verdict.evidence, request_memory=memory, capacity=tokens * 20, limit=32)
+        return card_of(artifact, verdict={"evidence": evidence})
+
+    hybrid = said(16 * 24_576, {"gated_delta_rule float32": 10**7, "short_convolution bfloat16": 10**6})
+    assert "keep 11.00 MB of state for each request" in hybrid
+    assert "(gated_delta_rule in float32, short_convolution in bfloat16), beside 24.58 kB" in hybrid
+    fit = 10**10 // (11 * 10**6 + pages * 16 * 24_576)
+    assert f"{fit} requests of {tokens} tokens fit" in hybrid and "had room for 20 of them" in hybrid
+    alone = said(0, {"mamba2 float32": 10**7})
+    assert (
+        "1,000 requests of" in alone
+        and "had room for 32 of them" in alone
+        and "values for a token" not in alone
+    )
 
 
 def test_the_command_of_a_card_names_a_profile_that_its_recipe_does_not_state(artifact):

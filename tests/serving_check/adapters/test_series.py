@@ -7,13 +7,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from scalegate.serving_check.adapters.prometheus_text import labels_of, parse_metrics
 from scalegate.serving_check.adapters.series import SCALEGATE_SERIES, VLLM_SERIES, Series
 from scalegate.serving_check.checks.compilations import compilations
-from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens
+from scalegate.serving_check.checks.kv_capacity import kv_cache_tokens, request_memory
 from scalegate.serving_check.checks.loads import packed_layers, packed_on
 from scalegate.serving_check.checks.reached import most_running
 from scalegate.serving_check.engine.request import EngineCapacity, EngineStats, StepTimes
+from scalegate.serving_check.evidence.request_memory import RequestMemory
 from scalegate.serving_check.server.metrics import Metrics
 from scalegate.serving_check.workload.engine_work import EngineWork
 
+STATES = {"mamba2 float32": 8192, "short_convolution bfloat16": 256}
 THEIRS = Series(**{field.name: f"toy_{field.name}" for field in fields(Series)})
 
 
@@ -22,7 +24,7 @@ def text() -> str:
     """Our server's `/metrics` after three steps on a GPU."""
     metrics = Metrics()
     metrics.jit_monitor = "warn"
-    metrics.capacity = EngineCapacity(8, 100, 16, "fp8", {"swap_ab 64x64": 2}, "H200")
+    metrics.capacity = EngineCapacity(8, 100, 16, "fp8", {"swap_ab 64x64": 2}, "H200", 4096, 512, STATES)
     times = StepTimes(0.3, 0.1, 0.2, 0.05)
     metrics.observe_stats(EngineStats(2, 1, 0.5, 4, 70, 30, 3, times, 6, running_by_step=(2, 2, 1)))
     return metrics.text().decode()
@@ -42,7 +44,8 @@ def test_our_server_has_every_series_that_our_engine_names(text: str):
 def test_every_reader_goes_by_the_names_it_is_given(text: str):
     ours, theirs = parse_metrics(text), renamed(text)
     assert packed_on(ours) == "H200"
-    for read in (compilations, kv_cache_tokens, packed_layers, packed_on, most_running):
+    assert request_memory(ours) == RequestMemory(16, 4096, 512, STATES)
+    for read in (compilations, kv_cache_tokens, request_memory, packed_layers, packed_on, most_running):
         assert read(theirs, THEIRS) == read(ours) is not None
         assert read(theirs) is None, "the names were still ours"
     work = EngineWork.between({}, theirs, THEIRS)
@@ -52,7 +55,7 @@ def test_every_reader_goes_by_the_names_it_is_given(text: str):
 
 def test_what_an_engine_has_no_name_for_is_not_known(text: str):
     samples = parse_metrics(text)
-    for read in (compilations, packed_layers, packed_on, most_running):
+    for read in (compilations, request_memory, packed_layers, packed_on, most_running):
         assert read(samples, VLLM_SERIES) is None
     assert kv_cache_tokens(samples, VLLM_SERIES) == 1600
     assert EngineWork.between({}, samples, Series()) == EngineWork()

@@ -21,6 +21,7 @@ from scalegate.serving_check.evidence.curve import curve_point
 from scalegate.serving_check.evidence.evidence import ModelFigures
 from scalegate.serving_check.evidence.measurement import MeasuredM, decoding_together
 from scalegate.serving_check.evidence.quality_figures import Comparison
+from scalegate.serving_check.evidence.request_memory import RequestMemory
 from scalegate.serving_check.evidence.verdict import CurvePoint, overall_status
 from scalegate.serving_check.gate.judge import judge
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
@@ -331,6 +332,19 @@ def test_preemptions_break_the_promised_capacity_and_silence_leaves_it_open():
     silent = replace(curve[1], artifact=replace(curve[1].artifact, preemptions=None))
     unknown = check_kv_capacity([silent], load, None)
     assert unknown.status == "inconclusive" and "do not report preemptions" in unknown.reason
+
+
+def test_states_are_said_beside_tokens_or_alone():
+    curve, load = sample_verdict({8: 1.0}).curve, WorkloadSettings((8,))
+
+    def check(page_bytes: int, states: dict[str, int]):
+        return check_kv_capacity(curve, load, 2048, 8, 0.75, RequestMemory(16, page_bytes, 0, states))
+
+    assert check(512, {}) == check_kv_capacity(curve, load, 2048, 8, 0.75)
+    hybrid, recurrent = check(512, {"mamba2 float32": 10**6}), check(0, {"mamba1 float32": 10**6})
+    assert hybrid.measured.startswith("holds 2048 tokens and the states of 8 requests, 1.00 MB each, ")
+    assert recurrent.measured.startswith("holds the states of 8 requests, 1.00 MB each, ")
+    assert hybrid.figures["state_bytes"] == 10**6 and hybrid.status == "pass"
 
 
 def test_a_cache_that_has_room_while_requests_wait_breaks_its_promise():

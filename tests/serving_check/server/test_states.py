@@ -9,6 +9,8 @@ import pytest
 import torch
 from scalegate.serving_check.adapters import SubprocessEndpoint
 from scalegate.serving_check.adapters.prometheus_text import parse_metrics, total
+from scalegate.serving_check.checks.kv_capacity import request_memory
+from scalegate.serving_check.evidence.request_memory import RequestMemory
 from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -55,13 +57,28 @@ LEAST_MARGIN = 1e-4
 """Of the best two logits, in standard deviations of all: a hundred times what float32 rounds off them."""
 
 
+STATES = {
+    "qwen3_next": {
+        "gated_delta_rule float32": 4 * 4 * 16 * 16,
+        "short_convolution float32": 4 * 3 * (2 * 2 * 16 + 4 * 16),
+    },
+    "lfm2": {"short_convolution float32": 4 * 2 * 64},
+    "bamba": {"mamba2 float32": 4 * 8 * 16 * 16, "short_convolution float32": 4 * 3 * (8 * 16 + 2 * 16)},
+}
+"""Bytes: four for each number of a head's matrix, and of the inputs that a convolution looks back on."""
+
+
 @dataclass(frozen=True)
 class Served:
+    kind: str
     source: PreTrainedModel
     url: str
 
+    def metrics(self) -> dict[str, float]:
+        return parse_metrics(httpx.get(self.url + "/metrics").text)
+
     def figure(self, name: str) -> float | None:
-        return total(parse_metrics(httpx.get(self.url + "/metrics").text), name)
+        return total(self.metrics(), name)
 
 
 @pytest.fixture(scope="module", params=exhaustive_but(HYBRIDS, "lfm2"))
@@ -75,7 +92,7 @@ def served(request, example_checkpoint: Path, serve_command, tmp_path_factory: p
     words += ["--kv-cache-tokens", str(POOL), "--page-size", str(PAGE), "--prefill-chunk", "40"]
     command = serve_command(folder / "source", *words, "--served-model-name", "hybrid")
     with SubprocessEndpoint(command, "hybrid", log=folder / "log.txt") as endpoint:
-        yield Served(source, endpoint.base_url)
+        yield Served(request.param, source, endpoint.base_url)
 
 
 def random_model(kind: str) -> PreTrainedModel:
@@ -119,3 +136,11 @@ def test_preempted_requests_get_the_tokens_of_generate(served):
         answers = [choice["token_ids"] for choice in response.json()["choices"]]
         assert answers == [generated(served.source, prompt) for prompt in prompts()]
     assert served.figure("vllm:num_requests_running") == served.figure("vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_server_says_what_it_keeps_of_a_request(served):
+    # Keys and values of two heads of 16 numbers, in one layer.
+    keys_and_values = 4 * 2 * 2 * 16
+    assert request_memory(served.metrics()) == RequestMemory(
+        PAGE, PAGE * keys_and_values, 0, STATES[served.kind]
+    )
