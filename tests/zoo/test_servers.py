@@ -29,6 +29,12 @@ NAMED_TOGETHER = (
 )
 """Each of another check, and none so slow that measuring ends before the others show."""
 
+NAMED_IN_A_SHORT_LOAD = (
+    ("kernel_compiled_every_step", "crossed_answers", "half_the_answer", "not_streamed"),
+    ("capped_with_waiting_requests", "response_cache"),
+)
+"""Quick faults of different checks, of which none hides another. The others change how long all takes."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
@@ -36,7 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         in_use = metafunc.config.getoption("--zoo-in-use")
         chosen = [name for name, one in FAULTS.items() if in_use or one.profile or not one.in_use]
         cases = [(name, run) for run in runs for name in chosen]
-        quick = [(name, run) for name, run in cases if FAULTS[name].quick]
+        together = {name for names in NAMED_IN_A_SHORT_LOAD for name in names}
+        quick = [(name, run) for name, run in cases if FAULTS[name].quick and name not in together]
         metafunc.parametrize(
             ("fault", "run"), exhaustive_but(cases, *quick), ids=[f"{name}-{run}" for name, run in cases]
         )
@@ -86,6 +93,14 @@ def require_named(one: Fault, judgement: Judgement) -> None:
     caught = not_passed(judgement)
     assert one.check in caught, caught
     assert one.words in caught[one.check] or one.words in measured(judgement, one.check), caught
+
+
+@pytest.mark.parametrize("names", NAMED_IN_A_SHORT_LOAD, ids=TOGETHER.join)
+def test_quick_faults_that_are_on_together_are_named_each_by_its_check(zoo: Zoo, names: tuple[str, ...]):
+    judgement = zoo.judged(TOGETHER.join(names), workload=SHORT_WORKLOAD)
+    assert judgement.status == "fail"
+    for name in names:
+        require_named(FAULTS[name], judgement)
 
 
 @pytest.mark.exhaustive
