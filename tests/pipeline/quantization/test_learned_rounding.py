@@ -24,6 +24,7 @@ from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.records.recipe_fields import AWQ, GPTQ
 from scalegate.pipeline.records.recipe_file import load_recipe
+from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -88,7 +89,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, example_checkpoint: Path) ->
     return folder
 
 
-@pytest.mark.parametrize("spec", [Int4(64), NVFP4()], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", exhaustive_but([Int4(64), NVFP4()], Int4(64)), ids=lambda spec: spec.name)
 def test_every_weight_of_a_layer_takes_part_experts_too(
     small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: WeightFormat
 ) -> None:

@@ -51,9 +51,13 @@ class PowerCut(BaseException):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_text, "SEQUENCES", 12)
-    monkeypatch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
-    monkeypatch.setattr(layer_stream, "SEQUENCES_AT_ONCE", 5)
+    shorten(monkeypatch)
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(calibration_text, "SEQUENCES", 12)
+    patch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
+    patch.setattr(layer_stream, "SEQUENCES_AT_ONCE", 5)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def make(source: Path, recipe: Recipe, out: Path, text: Path | str | None) -> Artifact:
     return quantize(source, recipe, out, calibration=text, device="cpu", progress=False)
+
+
+@pytest.fixture(scope="module")
+def whole(small: Path, heldout_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of the recipe and the text, made without anything that happened."""
+    folder = tmp_path_factory.mktemp("whole") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        make(small, RECIPE, folder, heldout_text)
+    return folder
 
 
 def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -124,11 +138,13 @@ def test_the_model_s_outputs_are_nearer(
     ids=lambda recipe: recipe.name,
 )
 def test_killed_in_any_layer_the_artifact_is_the_same(
-    example_checkpoint: Path, small: Path, heldout_text: Path, tmp_path: Path,
+    example_checkpoint: Path, small: Path, whole: Path, heldout_text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe,
 ) -> None:  # fmt: skip
     source = example_checkpoint if recipe.name == "iq2" else small
-    make(source, recipe, tmp_path / "whole", heldout_text)
+    if recipe != RECIPE:
+        whole = tmp_path / "whole"
+        make(source, recipe, whole, heldout_text)
     looked: list[str] = []
     look = calibration._Visit.look
 
@@ -150,16 +166,15 @@ def test_killed_in_any_layer_the_artifact_is_the_same(
     layers = len({*looked})
     assert kills == layers - 1
     assert len(looked) == 2 * layers - 1, "a finished layer was looked into again"
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == contents(whole)
 
 
 def test_killed_after_a_large_model_wrote_its_text_the_artifact_is_the_same(
-    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, whole: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(small, RECIPE, tmp_path / "plain", heldout_text)
     # From here on the model is too large to write in 16 bits: its linears are in INT4 while it does.
     monkeypatch.setitem(self_calibration.LARGEST_PLAIN, "cpu", 0)
-    make(small, RECIPE, tmp_path / "whole", heldout_text)
+    make(small, RECIPE, tmp_path / "large", heldout_text)
     look, out = calibration._Visit.look, tmp_path / "killed"
 
     def without_power(_: calibration._Visit) -> calibration.CalibratedLayer:
@@ -170,7 +185,7 @@ def test_killed_after_a_large_model_wrote_its_text_the_artifact_is_the_same(
         make(small, RECIPE, out, heldout_text)
     monkeypatch.setattr(calibration._Visit, "look", look)
     make(small, RECIPE, out, heldout_text)
-    assert contents(out) == contents(tmp_path / "whole") != contents(tmp_path / "plain")
+    assert contents(out) == contents(tmp_path / "large") != contents(whole)
 
 
 def test_rounded_weights_wait_on_disk_until_they_are_written(
@@ -195,12 +210,11 @@ def test_rounded_weights_wait_on_disk_until_they_are_written(
 
 
 def test_spilled_hidden_states_give_the_same_bytes(
-    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, whole: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(small, RECIPE, tmp_path / "memory", heldout_text)
     monkeypatch.setattr(hidden_states, "MEMORY_BYTES", 1000)
     make(small, RECIPE, tmp_path / "disk", heldout_text)
-    assert contents(tmp_path / "memory") == contents(tmp_path / "disk")
+    assert contents(whole) == contents(tmp_path / "disk")
 
 
 def test_weights_with_the_same_inputs_are_solved_as_one_to_the_same_bytes(
@@ -235,11 +249,11 @@ def test_hidden_states_stay_on_a_gpu_where_they_fit(
 
 
 def test_with_no_text_the_model_writes_one(
-    small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, whole: Path, heldout_text: Path, tmp_path: Path
 ) -> None:
     drawn = [make(small, RECIPE, tmp_path / name, None).bytes_digest() for name in ("one", "two")]
     assert drawn[0] == drawn[1]
-    assert make(small, RECIPE, tmp_path / "text", heldout_text).bytes_digest() != drawn[0]
+    assert Artifact.read(whole).bytes_digest() != drawn[0]
     recipe = Recipe("gptq", spec=Int4(64), method=GPTQ, calibration=str(heldout_text))
     assert make(small, recipe, tmp_path / "said", None).bytes_digest() != drawn[0]
 

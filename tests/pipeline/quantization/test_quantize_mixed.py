@@ -318,7 +318,8 @@ def test_divergence_that_no_format_keeps_is_said_to_be_too_small(
     example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(UserError, match="--max-kl 1e-12: no layer can be quantized within it"):
-        quantize(example_checkpoint, RECIPE, tmp_path / "o", max_kl=1e-12, **options)
+        few = Recipe("few", spec=G128, include=FEW)
+        quantize(example_checkpoint, few, tmp_path / "o", max_kl=1e-12, **options)
 
 
 def test_progress_ends_with_the_last_divergence(
