@@ -17,6 +17,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import MANIFEST_NAME, Artifact
 from scalegate.pipeline.records.comparison import COMPARISON_NAME, read_comparison
 from scalegate.pipeline.records.recipe import Recipe
+from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -69,7 +70,7 @@ def test_folders_of_one_name_are_told_apart(artifacts: dict[str, Path], tmp_path
     assert distinct_names([same[0], same[0]]) == ["out", "out"]
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("is_ours", exhaustive_but([True, False], False))
 def test_what_was_made_from_another_model_is_marked(
     artifacts: dict[str, Path], example_checkpoint: Path, tmp_path: Path, is_ours: bool
 ) -> None:
