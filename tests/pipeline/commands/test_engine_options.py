@@ -1,7 +1,6 @@
 """An engine's option is said once, and is then on every command line, in every signature and record."""
 
 import inspect
-import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -34,56 +33,10 @@ ANOTHER = {
     "jit_monitor": "error",
 }
 
-ANOTHER_OPTION = """
-import json, inspect, sys
-from dataclasses import dataclass
-from pathlib import Path
-from scalegate.serving_check.engine import options
-from scalegate.base.option_fields import option
-
-@dataclass(frozen=True)
-class EngineOptions(options.EngineOptions):
-    sprockets: int = option(3, "How many sprockets turn.", minimum=1)
-
-if "--without" not in sys.argv:
-    options.EngineOptions = EngineOptions
-
-import click
-import scalegate
-from scalegate.pipeline.cli import release, serve, validate
-from scalegate.serving_check.adapters.engine import ServerJob
-from scalegate.pipeline.validation.servers import recorded_options, server_of, sized_options
-from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
-from scalegate.serving_check.settings import WorkloadSettings
-
-sized = sized_options({"device": "cpu"}, WorkloadSettings())
-folder = Path(sys.argv[1])
-server = server_of(ServerJob("embedded", "artifact", folder, sized, folder / "artifact.log"))
-found = {"child": "--sprockets 3" in " ".join(server.command)}
-found["verdict"] = "sprockets" in recorded_options("embedded", open_checkpoint(folder), sized, "float32")
-for name, module in (("serve", serve), ("validate", validate), ("release", release)):
-    found[name] = "--sprockets" in module.command.get_help(click.Context(module.command))
-    found[name + "()"] = "sprockets" in inspect.signature(getattr(scalegate, name)).parameters
-found["LLM()"] = "sprockets" in inspect.signature(scalegate.LLM).parameters
-print(json.dumps(found))
-"""
-
 
 def test_the_cases_below_are_of_every_option_and_differ_from_its_default():
     assert list(ANOTHER) == [option.name for option in OPTIONS]
     assert all(ANOTHER[option.name] != option.default for option in OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "without",
-    [pytest.param([], id="added"), pytest.param(["--without"], id="not added", marks=pytest.mark.exhaustive)],
-)
-def test_an_option_that_is_added_to_the_dataclass_is_everywhere(example_checkpoint, without):
-    command = [sys.executable, "-P", "-c", ANOTHER_OPTION, str(example_checkpoint), *without]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert len(found) == 9 and set(found.values()) == {not without}, found
 
 
 @pytest.mark.parametrize("command", COMMANDS)

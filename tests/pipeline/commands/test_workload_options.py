@@ -1,9 +1,6 @@
 """An option of the workload is said once, and is then on command lines, in signatures and in records."""
 
 import inspect
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import click
@@ -20,80 +17,12 @@ from scalegate.serving_check.adapters.placement import Placement
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
 
-from ...serving_check.gate_samples import sample_verdict
-
 VALIDATE = (ValidateOptions, WorkloadSettings, Bounds, EngineOptions, Placement)
 COMMANDS = {
     "validate": (validate.command, VALIDATE),
     "release": (release.command, GROUPS),
     "quantize": (quantize.command, (QuantizeOptions, BudgetOptions)),
 }
-
-ANOTHER_OPTION = """
-import inspect, json, sys
-from dataclasses import dataclass, replace
-from pathlib import Path
-from scalegate.base.option_fields import option
-from scalegate.serving_check import settings
-
-@dataclass(frozen=True)
-class WorkloadSettings(settings.WorkloadSettings):
-    sprockets: int = option(3, "How many sprockets turn.", minimum=1)
-
-if "--without" not in sys.argv:
-    settings.WorkloadSettings = WorkloadSettings
-
-import click
-import scalegate
-from scalegate.pipeline.cli import release, validate
-from scalegate.pipeline.commands.release_preview import preview_release
-from scalegate.pipeline.commands.validate import prepare
-from scalegate.pipeline.publishing.reproduce import _given_settings
-from scalegate.pipeline.records.artifact import Artifact
-from pydantic import TypeAdapter
-from scalegate.serving_check.evidence.verdict import Verdict
-
-checkpoint, recorded = sys.argv[1:3]
-found = {}
-for name, module in (("validate", validate), ("release", release)):
-    found[name] = "--sprockets" in module.command.get_help(click.Context(module.command))
-    found[name + "()"] = "sprockets" in inspect.signature(getattr(scalegate, name)).parameters
-    found["help of " + name + "()"] = "How many sprockets turn." in getattr(scalegate, name).__doc__
-found["preview_release()"] = "sprockets" in inspect.signature(preview_release).parameters
-try:
-    words = [checkpoint, "--baseline", checkpoint, "--sprockets", "5", "--device", "cpu"]
-    given = validate.command.make_context("validate", words).params
-except click.UsageError:
-    given = {"baseline": checkpoint, "device": "cpu"}
-run = prepare(checkpoint, given, None, progress=False)
-found["workload"] = getattr(run.workload, "sprockets", None) == 5
-found["recorded command"] = "--sprockets 5" in run.command
-old = Verdict.from_json(json.loads(Path(recorded).read_text()))
-verdict = replace(old, workload=run.workload)
-found["verdict"] = verdict.to_json()["workload"].get("sprockets") == 5
-again = Verdict.from_json(json.loads(json.dumps(verdict.to_json())))
-found["verdict that is read"] = getattr(again.workload, "sprockets", None) == 5
-found["older verdict"] = getattr(old.workload, "sprockets", None) == 3
-described = TypeAdapter(Verdict).json_schema()["$defs"]["WorkloadSettings"]["properties"].get("sprockets", {})
-found["schema"] = described.get("description") == "How many sprockets turn."
-artifact = Artifact("model", None, {"name": "int4-hqq"}, {}, {})
-found["card"] = "--sprockets 5" in " ".join(_given_settings(artifact, verdict))
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.parametrize(
-    "without",
-    [pytest.param([], id="added"), pytest.param(["--without"], id="not added", marks=pytest.mark.exhaustive)],
-)
-def test_an_option_that_is_added_to_the_workload_is_everywhere(example_checkpoint, tmp_path, without):
-    recorded = tmp_path / "verdict.json"
-    recorded.write_text(json.dumps(sample_verdict({1: 1.0}).to_json()))
-    command = [sys.executable, "-P", "-c", ANOTHER_OPTION, str(example_checkpoint), str(recorded), *without]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert len(found) == 14 and set(found.values()) == {not without}, found
 
 
 @pytest.mark.parametrize("name", COMMANDS)
