@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 BatchInvariance = Literal["tuned", "pin", "per-token"]
-"""What the bits of a request's output may depend on.
+"""The modes of batch invariance: what the bits of a request's output may depend on.
 
 `tuned`:     its own tokens and every other request in its batch
 `pin`:       its own tokens, and which of them came from the prompt and which were decoded

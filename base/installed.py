@@ -4,7 +4,7 @@ from functools import cache
 from importlib import metadata
 
 NOT_INSTALLED = "not installed"
-"""Shown instead of a version."""
+"""The text that is shown instead of a version."""
 KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite", "mslk")
 """Distributions that contain kernels. Another version of one may be faster or slower."""
 

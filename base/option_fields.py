@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from .errors import UserError
 
 OptionValue = bool | int | str | tuple[int, ...] | None
-"""What an engine's option holds, as a verdict records it."""
+"""The value of an engine's option, as a verdict records it."""
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 ALL = "all"
@@ -168,8 +168,7 @@ def parse(cls: type, field: Field[Any], text: str) -> Any:
 
 
 def given_of(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `given` options that are fields of the dataclass. None means that an option is not
-    given."""
+    """The `given` options that are fields of the dataclass. None means that an option is not given."""
     return {
         field.name: value for field in options_of(cls) if (value := given.get(name_of(field))) is not None
     }

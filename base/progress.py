@@ -61,7 +61,7 @@ class ProgressLines(Bar):
         self._decr_instances(self)
 
     def clear(self, nolock: bool = False) -> None:
-        """Nothing to clear: there is no bar on the line."""
+        """Do nothing: there is no bar on the line."""
 
     def _say(self) -> None:
         line = str(self)

@@ -24,10 +24,10 @@ from .prefill import LARGE, prefill_attention
 from .widen_pages import widen_pages
 
 HEAD_DIMS = (128, 256)
-"""Of 64, short prompts are slower by the Hopper kernel."""
+"""Head dimensions for the Hopper kernel. With 64, short prompts are slower on it."""
 SMALLEST_PAGE = 16
 MOST_GROUPED = 128
-"""Query heads of a kv head: the rows of one token."""
+"""The most query heads per KV head, which are the rows of one token."""
 
 
 @dataclass(frozen=True)

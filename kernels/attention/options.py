@@ -16,15 +16,16 @@ class AttentionOptions:
 
     scale: float
     sliding_window: int | None = None
-    """A query sees this many keys, its own included; None sees all."""
+    """How many keys a query sees, its own included; None if it sees all."""
     softcap: float | None = None
     """Bounds the scores: softcap * tanh(score / softcap)."""
     sinks: Tensor | None = field(default=None, compare=False, repr=False)
     """[H]: a logit that each head's softmax counts but gives no value."""
     key_scale: Tensor | None = field(default=None, compare=False, repr=False)
-    """Of stored keys: fp32, one a head [H_kv] for e4m3, one a token and head (three dimensions) for int8."""
+    """Scales of stored keys, fp32: one per head [H_kv] for e4m3; one per token and head (3 dimensions) for
+    int8."""
     value_scale: Tensor | None = field(default=None, compare=False, repr=False)
-    """Of stored values, alike."""
+    """Scales of stored values, in the same form."""
 
     @property
     def is_plain(self) -> bool:
@@ -42,7 +43,7 @@ class AttentionOptions:
 
     @property
     def softcap_log2(self) -> float:
-        """The cap for kernels, in log2 as their scores are; 0 for none."""
+        """The cap for kernels, in log2 like their scores; 0 if there is none."""
         return (self.softcap or 0.0) * LOG2_E
 
     @property

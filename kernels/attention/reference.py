@@ -32,11 +32,11 @@ from .append_kv import quantize_reference
 from .options import AttentionOptions
 
 PADDING_WORTH_A_GROUP = 64
-"""Pages gathered in vain that cost about as much as attending in one more group."""
+"""How many needlessly gathered pages cost about as much as one more group."""
 QUERY_BLOCK = 256
-"""Queries of a chunk that attend at once: fewer are slower each, more look at more keys in vain."""
+"""How many queries of a chunk attend at once: fewer are slower per query, more read more keys needlessly."""
 SLACK = 8
-"""One part in so many is taken beyond what gathered pages need, since contexts grow."""
+"""Memory for gathered pages is larger than needed by one part in this many, since contexts grow."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class TokenGroup:
     """`b` requests with `n` query tokens each, and the `m` pages that each of them may look at."""
 
     tokens: slice | Tensor
-    """Which of the flat query tokens belong here, request by request; b * n of them."""
+    """The indices of the group's b * n tokens among all query tokens, request by request."""
     pages: Tensor
-    """int64 [b, m]; page 0 if a request has fewer."""
+    """The pages, int64 [b, m]; page 0 fills rows of requests with fewer pages."""
     bias: Tensor
     """In the query's dtype: 0 if the query may look, -inf elsewhere. [b, 1, 1, m * P] where n = 1; of a
     chunk [1, 1, i, j], its last i queries over its last j keys."""
     num_keys: int = 0
-    """Of a chunk: how many keys of its pages are there, its own included."""
+    """For a chunk: the number of keys in its pages, its own included."""
 
 
 class GatheredPages:
@@ -176,7 +176,7 @@ def _blocks(n: int, group: TokenGroup, window: int | None) -> Iterator[tuple[sli
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions) -> Tensor:
-    """All tensors are [b, heads, …]."""
+    """Attend with tensors [b, heads, …]."""
     if options.softcap is not None or options.sinks is not None:
         return softmax_by_hand(query, key, value, bias, options)
     return functional.scaled_dot_product_attention(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..device import keeps_sums_in_registers
 
 ROWS_PER_EXPERT = (0.25, 5.0, 10.0, 20.0, 48.0, float("inf"))
-"""Upper ends of the buckets: assignments over experts."""
+"""The buckets' upper ends, as the number of assignments divided by the number of experts."""
 BLOCK_ROWS = (8, 8, 16, 32, 64, 128)
-"""Assignments of one expert that are multiplied together, by bucket: the N of a matrix instruction."""
+"""For each bucket, how many assignments of one expert are multiplied together: a matrix instruction's N."""
 
 
 INVARIANT_ROWS = 16
@@ -20,7 +20,8 @@ sums of K. From sixteen on K is summed in one order, whatever the tile."""
 
 @dataclass(frozen=True)
 class Tile:
-    """n: rows of a weight in a CTA; k: columns a step; stages: steps in flight; warps: of a CTA."""
+    """A tile. n: a weight's rows in a CTA; k: columns per step; stages: steps in flight; warps: warps of a
+    CTA."""
 
     n: int
     k: int
@@ -28,7 +29,7 @@ class Tile:
     warps: int
 
     def stages_on(self, capability: tuple[int, int]) -> int:
-        """Steps in flight for which shared memory has room: two on anything but Hopper and Blackwell."""
+        """How many steps in flight fit in shared memory: two on all GPUs except Hopper and Blackwell."""
         return 2 if keeps_sums_in_registers(capability) else self.stages
 
     def warps_on(self, capability: tuple[int, int], block_rows: int) -> int:
@@ -43,6 +44,6 @@ def bucket_of(assignments: int, experts: int) -> int:
 
 
 def block_rows_of(assignments: int, experts: int, keeps_bits: bool = False) -> int:
-    """Rows of a block. With keeps_bits, no row's bits depend on the number of assignments."""
+    """The number of rows in a block. With keeps_bits, no row's bits depend on the number of assignments."""
     rows = BLOCK_ROWS[bucket_of(assignments, experts)]
     return max(rows, INVARIANT_ROWS) if keeps_bits else rows

@@ -42,7 +42,7 @@ class Split:
     whole: int
     splits: int
     cost: float
-    """In units of `SPLIT_UNIT` columns of K, one after the other."""
+    """The cost in units of `SPLIT_UNIT` columns of K, computed one after the other."""
 
 
 def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Split:
@@ -65,7 +65,7 @@ def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Sp
 
 @lru_cache(maxsize=4096)
 def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
-    """For y [m, n] over k: of the bucket's tiles the one expected to finish first."""
+    """The tile of the bucket that is expected to finish first for y [m, n] over k, and its split."""
     bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
     units = triton.cdiv(k, SPLIT_UNIT)
 

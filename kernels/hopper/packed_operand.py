@@ -15,13 +15,13 @@ SEMAPHORES = 1024
 
 @cache
 def x_layout() -> gl.NVMMASharedLayout:
-    """Shared memory of a stage of x."""
+    """The layout of shared memory for a stage of x."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @cache
 def plain_layout(rank: int) -> gl.NVMMASharedLayout:
-    """Shared memory of a stage of words, or of scales."""
+    """The layout of shared memory for a stage of words or of scales."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
@@ -46,7 +46,7 @@ class PackedOperand:
 
     @property
     def columns(self) -> int:
-        """K as the weight lies: in whole tiles, and of all planes that its decoder has."""
+        """K of the packed weight: in whole tiles, and summed over all planes of its decoder."""
         return self.words.shape[1] * 64
 
     def descriptors(self, x: Tensor, tile: HopperTile) -> list[TensorDescriptor]:

@@ -39,7 +39,7 @@ BUCKETS = {
     32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 5, 8, 80, 3), 0.6, 5),
     64: Bucket(Tile(64, 64, 2, 3, 4, 80, 3), Tile(64, 64, 2, 5, 8, 128, 2), 0.8, 10),
 }
-"""By the rows of x that a bucket reaches up to."""
+"""The buckets, by the largest number of rows of x in each."""
 TILE_128X64 = Tile(128, 64, 2, 5, 1, 168, 1)
 TILE_128X128 = Tile(128, 128, 2, 5, 1, 168, 1)
 TILE_256X64 = Tile(256, 64, 1, 6, 4, 232, 1) if WHOLE_VIEWS else Tile(256, 64, 2, 3, 1, 232, 1)
@@ -47,18 +47,18 @@ TILE_256X64 = Tile(256, 64, 1, 6, 4, 232, 1) if WHOLE_VIEWS else Tile(256, 64, 2
 TILE_256X128 = Tile(256, 128, 1, 6, 4, 168, 1)
 BUCKET_TILES = tuple(dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.data_parallel, b.stream_k)))
 TILES = (*BUCKET_TILES, TILE_128X64, TILE_128X128, TILE_256X64, TILE_256X128)
-"""All that `config_for` may choose."""
+"""All tiles that `config_for` may choose."""
 
 LONG_K = 8192
 VERY_LONG_K = 16384
 SPLIT_COST = 2.4 * 256
-"""What it costs at all to split tiles: to start another, send, wait and reduce."""
+"""The fixed cost of splitting tiles: to start another tile, send, wait and reduce."""
 SEND_COST, REDUCE_COST, STORE_COST = 320, 160, 200
 """Sending a tile's partial sums, reducing another CTA's, storing a tile of y."""
 TAIL_COST = 270
-"""What it costs a head to have a tail."""
+"""The cost that a tail adds to its head."""
 MAX_SHIFT = 1.5 * SEND_COST
-"""By how much it may pay to start later or sooner."""
+"""The largest shift of a start offset, earlier or later, that may pay."""
 
 
 @lru_cache(maxsize=4096)
@@ -70,7 +70,7 @@ def config_for(m: int, n: int, k: int) -> Config:
 
 
 def bucket_config(bucket: Bucket, m: int, n: int, k: int) -> Config:
-    """Up to 64 rows."""
+    """The tile and the split for up to 64 rows."""
     tiles = bucket.data_parallel.num_tiles(m, n)
     slots = NUM_SMS * bucket.data_parallel.ctas_per_sm
     fill = bucket.min_fill if tiles <= slots else 0.9

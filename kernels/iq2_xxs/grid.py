@@ -30,7 +30,7 @@ GRID = bytes.fromhex(
     "608400854685948509864086608602880489118a0490109024904090a1901691"
     "8091459200942294449451958198209902a050a085a009a100a218a450a804a9"
 )
-"""Two bytes an entry, two bits a magnitude, the first in the lowest bits."""
+"""The codebook: two bytes per entry, two bits per magnitude, the first magnitude in the lowest bits."""
 
 
 @functools.cache

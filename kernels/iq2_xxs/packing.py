@@ -31,7 +31,7 @@ from torch import Tensor
 TILE, BLOCK, SUPER_BLOCK = 64, 32, 256
 INDEX_SHIFT = 7
 SIGN_BITS = (15, 0, 1, 2, 3, 4, 5, 6)
-"""Where in its half the sign of a pair lies: the pairs of a, then those of b."""
+"""The bit of its half that holds a pair's sign: first the pairs of a, then the pairs of b."""
 
 
 def pack_words(indices: Tensor, patterns: Tensor) -> Tensor:
@@ -78,6 +78,6 @@ def _tiled(values: Tensor) -> Tensor:
 
 
 def _rows(parts: Tensor) -> Tensor:
-    """Undoes `_tiled`, except for the padding."""
+    """Inverse of `_tiled`, except for the padding."""
     rows = parts.permute(0, 2, 6, 3, 1, 5, 4)
     return rows.reshape(rows.shape[:4].numel(), -1, rows.shape[-1])

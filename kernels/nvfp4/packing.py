@@ -40,21 +40,21 @@ from torch import Tensor
 TILE = 64
 GROUP = 16
 SHIFTS = (2, 6, 12, 0)
-"""By slice, how far its codes are rotated left to where bf16 wants them."""
+"""For each slice, by how many bits its codes are rotated left to reach their place in bf16."""
 SIGN, EXPONENT, MANTISSA = (15,), (8, 7), (6,)
 CODE_BITS = (*SIGN, *EXPONENT, *MANTISSA)
-"""Where bf16 wants the bits of a code, its highest first."""
+"""The places of a code's bits in bf16, highest bit first."""
 STRAY = 3
-"""The slice whose mantissa is not where its rotation would have it."""
+"""The slice whose mantissa is not at its place after the rotation."""
 STRAY_SHIFT = 8
-"""By how much that mantissa is to be shifted right."""
+"""By how many bits that mantissa is shifted right."""
 SCALE_BIT = 4
-"""Where the byte of a scale begins in its half."""
+"""The bit of its half at which the byte of a scale begins."""
 SCALE_SHIFT = 8
-"""How far the second slice's scales are rotated left."""
+"""By how many bits the second slice's scales are rotated left."""
 EXPONENT_OFFSET = 22
 FACTOR = 128.0
-"""What the product of bf16 numbers lacks: 2^126 / 2^119."""
+"""The factor that the product of bf16 numbers lacks: 2^126 / 2^119."""
 
 
 def bit_position(slice_: int, half: int, bit: int) -> int:

@@ -48,7 +48,7 @@ def measure(
 
     allowance: the seconds that each layout has left for packing and running every M once. They are reduced by
                what a layout takes here, to 0 if it was not ready in time. A layout not named has no limit
-    longest:   of these, the seconds that a layout may take for this problem
+    longest:   the most seconds of this allowance that a layout may take for this problem
     """
     allowance = {} if allowance is None else allowance
     budget = budget or TimingBudget(samples=CUDA_SAMPLES if problem.device.type == "cuda" else CPU_SAMPLES)

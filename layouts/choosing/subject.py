@@ -1,4 +1,4 @@
-"""What is timed: random weights and inputs for a problem, and the calls that multiply them.
+"""The subject of a timing: random weights and inputs for a problem, and the calls that multiply them.
 
 A dense layer is called as in a decode step, a module on x [M, 1, K]. For experts, each of M tokens is
 multiplied by `top_k` different experts, so that an expert gets as many rows as in serving.

@@ -55,6 +55,6 @@ def tried_of(plan: LayoutPlan, device: torch.device) -> dict[str, Tried]:
 
 
 def remark(layout: AnyLayout, device: torch.device) -> str:
-    """What to add to the reason for choosing it: nothing if we ran its kernel on such a GPU."""
+    """A remark to add to the reason for choosing a layout; empty if we ran its kernel on such a GPU."""
     how = tried_on(layout, device)
     return "" if how in (None, "run") else f"; our kernel, {how} for such a GPU so far, was checked here"

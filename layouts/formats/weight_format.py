@@ -85,7 +85,7 @@ class WeightFormat(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Weight(ABC):
-    """A linear layer's weight [N, K] in a format's own numbers.
+    """The base of weights: a linear layer's weight [N, K] in a format's own numbers.
 
     A subclass adds the tensors. Each tensor has N rows, and its columns are one or proportional to K, except
     for the tensors named in the spec's `shared`, which belong to the whole weight. The functions here rely on

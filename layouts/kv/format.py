@@ -24,7 +24,8 @@ class KVFormat(Protocol):
         """The size of a page of `page_size` tokens in one layer."""
 
     def bytes_per_request(self, shape: KVShape) -> int:
-        """What one layer stores for each row besides pages: tokens that are not quantized yet, or never."""
+        """Bytes that one layer stores for each row besides pages: tokens that are not quantized yet, or
+        never."""
 
     def page_size(self, device: torch.device) -> int:
         """Number of tokens in a page, unless the engine's options set another."""

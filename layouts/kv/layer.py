@@ -50,7 +50,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class KVScales:
-    """What a layer's keys and values are divided by before they are stored."""
+    """The scales by which a layer's keys and values are divided before they are stored."""
 
     key: Tensor
     """fp32 [1] for all heads, or [H_kv]."""
@@ -136,7 +136,7 @@ class LayerKV(Protocol):
         options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Store this step's keys and values, and attend over all that is stored.
+        """Store this step's keys and values, and attend over all stored keys and values.
 
         query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]. Padding tokens are not stored;
         their output must be finite. Inside a CUDA graph (`metadata.host` is None) nothing may depend on the

@@ -31,10 +31,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a layout is asked to serve: one linear layer's product on one device, for every M.
+    """A problem that a layout may serve: one linear layer's product on one device, for every M.
 
     spec:     the weight's format with its parameters
-    n, k:     the weight's shape: that of merged layers together, or that of one expert
+    n, k:     the shape of the weight: of merged layers together, or of one expert
     dtype:    the dtype of the activations and of the result
     experts:  the number of experts and of experts per token; None for a dense layer
     """
@@ -85,7 +85,8 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Serves:
-    """What a layout serves, as far as all layouts describe it alike. The rest is in its own `refuses`.
+    """The part of a layout's limits that all layouts describe alike. The rest is in the layout's own
+    `refuses`.
 
     formats:  spec classes that the layout serves; None if it serves any
     device:   `cpu` or `cuda`; None if it serves both

@@ -1,6 +1,6 @@
 """The metadata in the front matter of the base model's card: licence, languages, tags and the like.
 
-Read once, when an artifact is made, so that a card can be written later with neither the base nor a network.
+It is read once, when an artifact is made, so that a card can be written later without the base or a network.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Whether a command's servers are forked from a process that has already imported what they need.
 
-Called before the command's own imports, which take as long: with two cores both go on at once.
+This is called before the command's own imports, which take as long, so that both run at once on two cores.
 """
 
 import os

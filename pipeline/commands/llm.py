@@ -40,7 +40,7 @@ class Generation:
 
 
 class LLM:
-    """A checkpoint, loaded and warmed up. Used as a context manager, or ended by `close`."""
+    """A checkpoint, loaded and warmed up. Use it as a context manager, or end it with `close`."""
 
     @takes(EngineOptions)
     def __init__(

@@ -1,4 +1,4 @@
-"""What one call of `release` asks for, checked before the first hour of work is spent.
+"""The options of one call of `release`, checked before the first hour of work is spent.
 
 The stages themselves are in `release.py`.
 """

@@ -1,9 +1,9 @@
 """A checkpoint's KV cache: the format that it was made for, and the scales of that format.
 
-Not for storing keys and values; that is `layouts/kv/format.py`. Read as vLLM reads it: `kv_cache_scheme` of
-compressed-tensors and ModelOpt, `kv_cache_quant_algo` of ModelOpt's sidecar, and `k_scale` and `v_scale`
-tensors, all of which are multipliers. If no convention can declare a format, the artifact's `scalegate.json`
-does.
+Not for storing keys and values; that is `layouts/kv/format.py`. They are read as vLLM reads them:
+`kv_cache_scheme` of compressed-tensors and ModelOpt, `kv_cache_quant_algo` of ModelOpt's sidecar, and
+`k_scale` and `v_scale` tensors, all of which are multipliers. If no convention can declare a format, the
+artifact's `scalegate.json` does.
 """
 
 import re

@@ -31,8 +31,10 @@ def attention_layers_of(
 
 
 def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> ServedLayers:
-    """What the checkpoint's layers keep for requests on `device`. UserError for a model that cannot be
-    served."""
+    """The attention and the states that the checkpoint's layers keep for requests on `device`.
+
+    UserError for a model that cannot be served.
+    """
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
     _skip_experts(model)
@@ -44,7 +46,7 @@ def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: 
 
 
 def layers_with_states_of(checkpoint: Checkpoint) -> ServedLayers | None:
-    """What its layers keep if some of them are recurrent and keep a state; None if none is.
+    """What the checkpoint's layers keep for requests if some layers are recurrent; None if none are.
 
     UserError if that is not known.
     """

@@ -1,8 +1,8 @@
 """The hidden states of a text between two decoder layers: on the GPU, in memory, or in a file if there are
 many.
 
-Read and written a few sequences at a time. The file is unlinked as soon as it is open, so nothing is left of
-it whatever happens.
+They are read and written a few sequences at a time. The file is unlinked as soon as it is open, so nothing is
+left of it whatever happens.
 """
 
 import tempfile

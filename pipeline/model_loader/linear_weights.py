@@ -1,6 +1,6 @@
 """Finds the tensors of a checkpoint that are weights of linear layers, including single and fused experts.
 
-Decided on the transformers model built from the config, not by guessing from names. No data is read.
+The transformers model that is built from the config decides, not guesses from names. No data is read.
 """
 
 import re

@@ -1,6 +1,7 @@
 """`scalegate.json`: the source of an artifact, its tools and settings, and the sha256 of every file in it.
 
-Written last and atomically, so a folder that has one was finished. Reading and checking it is here too.
+It is written last and atomically, so a folder with a manifest was finished. Reading and checking it is here
+too.
 """
 
 import hashlib

@@ -93,7 +93,8 @@ class Recipe:
     """How keys and values are stored in serving, a name in `KV_FORMATS`. With `format: unquantized` the
     weights stay as they are."""
     batch_invariance: BatchInvarianceField = TUNED
-    """What a request's bits may depend on in serving (`base/batch_invariance.py`); the gate proves it."""
+    """The batch invariance that the recipe claims for serving (`base/batch_invariance.py`); the gate tests
+    it."""
     rival: Text = ""
     """Another recipe, by name or file. This recipe's artifact must have more throughput than the other's."""
     profile: ProfileName = ""

@@ -1,6 +1,6 @@
 """The four plots of a verdict, as PNG: throughput, ratio, TPOT and TTFT against M, every side in each.
 
-Drawn from the verdict alone, so they can be drawn again from `serving_check.json`.
+They are drawn from the verdict alone, so they can be drawn again from `serving_check.json`.
 """
 
 import io

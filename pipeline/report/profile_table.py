@@ -1,4 +1,5 @@
-"""The profile of loads as a table: prompts and decoding apart, for the terminal, the page and the card."""
+"""The profile of loads as a table for the terminal, the page and the card: prompts and decoding
+separately."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """What was sent, and a row for each part: its name, the ratio of speeds, its 95% interval."""
+    """The description of the load, and a row for each part: its name, the ratio of speeds, its 95%
+    interval."""
 
     name: str
     sent: str

@@ -1,6 +1,6 @@
 """The share of a GPU for each server of a validation, and whether all fit there at the same time.
 
-Computed from the sizes of their weights and of the load; nothing is started here.
+Both are computed from the sizes of the weights and of the load; nothing is started here.
 """
 
 import math

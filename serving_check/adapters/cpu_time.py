@@ -1,6 +1,6 @@
 """The processes of a server that was started here: the CPU time that they use, and stopping them for a while.
 
-Read from Linux's `/proc`; elsewhere no processes are found.
+The figures come from Linux's `/proc`; on other systems no processes are found.
 """
 
 import os
@@ -81,8 +81,8 @@ def _threads_ticks(pid: int) -> list[int]:
 
 @contextmanager
 def paused(processes: Sequence[int]) -> Iterator[None]:
-    """Inside, the processes are stopped. A process that ends meanwhile is skipped: its number may belong to
-    another process.
+    """Inside the `with` block, the processes are stopped. A process that has ended is skipped: its number may
+    belong to another process.
     """
     try:
         _send(processes, signal.SIGSTOP)

@@ -1,6 +1,7 @@
 """The CPU time of this machine's cores: how much was used, and how much a hypervisor took.
 
-Read from Linux's `/proc/stat`; unknown on other systems. Not for single processes: `cpu_time.py`.
+The figures come from Linux's `/proc/stat`; on other systems they are not known. Not for single processes:
+`cpu_time.py`.
 """
 
 import os
@@ -27,7 +28,7 @@ class CoresTime:
 
 
 def cores_time(cores: Collection[int]) -> CoresTime | None:
-    """The time of these cores, by number; None if it is not known."""
+    """The CPU time of the cores with these numbers; None if it is not known."""
     try:
         lines = STAT.read_text(encoding="utf-8").splitlines()
     except OSError:

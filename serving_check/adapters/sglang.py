@@ -1,6 +1,6 @@
 """SGLang as an engine to validate on: `sglang serve`.
 
-Written from its documentation (server arguments, production metrics); it has not been run here.
+This file follows SGLang's documentation (server arguments, production metrics); SGLang was not run.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Reads vLLM's log: the progress of a start, the reason of a failure, and compilations while it served.
 
-Written for vLLM 0.26; unknown lines are ignored.
+It knows the lines of vLLM 0.26; unknown lines are ignored.
 """
 
 import functools

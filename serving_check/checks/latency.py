@@ -15,7 +15,7 @@ from .streamed import Stream, is_streamed
 NAME = "latency"
 ERROR = 0.05
 TTFT_ALLOWANCE_S = 0.02
-"""Added to both sides before dividing: nobody notices 6 ms against 3, everybody 600 against 300."""
+"""Seconds added to both sides before dividing: nobody notices 6 ms against 3, everybody 600 against 300."""
 ITL_ALLOWANCE_S = 0.02
 
 

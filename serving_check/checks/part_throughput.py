@@ -1,7 +1,8 @@
 """Throughput of decoding alone, and of prompts alone, artifact over baseline.
 
-Otherwise a fast part, or one that takes most of the time, would hide that the other part is slow. `curve.py`
-decides, and `evidence/parts.py` selects the parts and Ms to judge; this file puts the decisions into words.
+If parts were not judged separately, one that is fast or takes most of the time would hide that the other is
+slow. `curve.py` decides, and `evidence/parts.py` selects the parts and Ms to judge; this file puts the
+decisions into words.
 """
 
 from collections.abc import Mapping, Sequence

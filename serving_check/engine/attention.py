@@ -66,7 +66,7 @@ class AttentionLayer:
     shape: KVShape
     options: AttentionOptions
     chunk: int | None = None
-    """A query sees the keys of its own chunk of so many tokens; None sees those of all chunks."""
+    """Tokens of a chunk: a query sees the keys of its own chunk only. None if there are no chunks."""
     temperature: "Temperature | None" = None
 
 

@@ -80,7 +80,7 @@ class CpuRunner:
         return []
 
     def warm_up(self, num_tokens: int) -> None:
-        """Nothing to do: there are no graphs to capture."""
+        """Do nothing: there are no graphs to capture."""
 
     def warm_up_requests(self) -> list[int]:
         """The batch sizes to warm up: every bucket, or the powers of two if there are no buckets."""

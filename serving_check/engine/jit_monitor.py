@@ -34,7 +34,7 @@ class JitEvent:
     name: str
     """The name of the kernel, function or graph."""
     key: str = ""
-    """What it was compiled for: argument types, constants, specializations."""
+    """The argument types, constants and specializations for which it was compiled."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}{' for ' + self.key if self.key else ''}"

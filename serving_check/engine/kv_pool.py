@@ -205,7 +205,7 @@ class _Room:
     free: int
     max_num_seqs: int
     request_bytes: int
-    """Of a request besides its pages, in all layers."""
+    """Bytes of a request in all layers besides its pages."""
     state_bytes: int
     """Of these, the states of recurrent layers."""
     device: torch.device
@@ -222,7 +222,7 @@ class _Room:
     def require(self, page_bytes: int, why: str) -> None:
         """UserError if pages of so many bytes do not fit beside what requests keep.
 
-        why: what asks for the pages
+        why: the option or the limit that requires the pages
         """
         if page_bytes <= self.for_pages:
             return

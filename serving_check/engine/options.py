@@ -59,7 +59,7 @@ class EngineOptions:
     )
     max_num_seqs: int = option(128, "The most requests that decode together.", minimum=1)
     max_model_len: int | None = option(
-        None, "Prompt plus output, in tokens; by default the model's context.", minimum=2
+        None, "The longest request, prompt plus output, in tokens; by default the model's context.", minimum=2
     )
     kv_cache_dtype: str = option(
         AUTO, "How keys and values are stored; auto is what the checkpoint declares.", choices=_kv_formats

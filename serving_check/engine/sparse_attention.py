@@ -50,7 +50,7 @@ def skip_indexers(model: PreTrainedModel) -> bool:
 
 
 def unread_mask(model: nn.Module, device: torch.device) -> Tensor | None:
-    """Passed as a model's attention mask if it has indexers: they get a slice of it, and nobody reads it."""
+    """An attention mask for models with indexers: each indexer gets a slice of it, and no code reads it."""
     has_indexer = any(name.rpartition(".")[2] == INDEXER for name, _ in model.named_modules())
     return torch.zeros(1, 1, 1, 1, device=device) if has_indexer else None
 

@@ -108,7 +108,7 @@ class _State:
 
 
 class _Cache:
-    """Passed to a module as its cache."""
+    """The object that is passed to a module as its cache."""
 
     def __init__(self, module: nn.Module):
         self._module = module

@@ -103,7 +103,7 @@ PARTS = (
     "vocabulary", "merges", "normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens",
     "tokenizer", "special_tokens", "chat_template", "token_ids", "generation_config", "config",
 )  # fmt: skip
-"""What a recipe can declare to be changed on purpose; `tokenizer` is whatever else is in its files."""
+"""The parts that a recipe can declare as changed; `tokenizer` stands for everything else in its files."""
 
 
 @dataclass(frozen=True)

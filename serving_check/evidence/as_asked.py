@@ -34,9 +34,7 @@ def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...
 
 
 def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
-    """For each sampled answer whose prompt and seed an earlier answer had: whether it begins like that
-    answer.
-    """
+    """For each sampled answer with an earlier answer's prompt and seed: whether both begin alike."""
     first: dict[tuple[object, ...], Sequence[int] | str] = {}
     kept = []
     for planned, record in zip(result.requests, result.records, strict=True):
@@ -51,9 +49,9 @@ def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
 
 
 def _of_head(record: RequestRecord, answer: Answer, model: str | None) -> Iterator[str]:
-    """What does not depend on the kind of a request.
+    """Checks a response in ways that do not depend on the kind of request.
 
-    model: the name that it was asked by
+    model: the model's name in the request
     """
     if None not in (answer.model, model) and answer.model != model:
         yield f"name of the model: {model!r} was asked, and the answer says it is of {answer.model!r}"

@@ -109,7 +109,7 @@ class Evidence:
     request_memory: RequestMemory | None = None
     """What the artifact's server keeps in memory of each request; null if it does not say."""
     compiled: tuple[Mapping[str, int] | None, Mapping[str, int] | None] = (None, None)
-    """What the artifact's server compiled after warm-up: before the first request, and after the last."""
+    """The artifact's server's compilations after warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """The layers packed by the artifact's server, and by the baseline's."""
     answers: tuple[TextScore, ...] = ()

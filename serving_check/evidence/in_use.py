@@ -204,7 +204,7 @@ class FiguresInUse:
 
     @property
     def all_blocks(self) -> tuple[BlockInUse, ...]:
-        """The blocks, with those of the profile."""
+        """The blocks, including the profile's blocks."""
         return self.blocks + (self.profile.blocks if self.profile else ())
 
 
@@ -232,7 +232,7 @@ def _gaps_by_m(
 ) -> dict[int, list[float]]:
     """Seconds between two chunks of a stream, by how many streams decoded in the middle of them.
 
-    counts: whether the gap from one moment to another is among them
+    counts: whether the gap from one moment to another counts
     """
     streams = streams_decoding(records)
     found: dict[int, list[float]] = {}

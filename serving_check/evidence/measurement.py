@@ -217,8 +217,8 @@ def slowest_ttft(result: Repeat) -> float | None:
 def decoding_together(result: WorkloadResult) -> float:
     """How many requests decoded together, as the average output token saw it.
 
-    Counted by the server's own steps; if it does not count them, by the overlap of the streams that clients
-    received, which needs nothing from the server. Queued requests count in neither.
+    The server's own counts of steps tell it; without these, the overlap of the streams that clients received
+    tells it, which needs nothing from the server. Queued requests count in neither.
     """
     if result.steps_by_running:
         tokens = sum(running * steps for running, steps in result.steps_by_running.items())

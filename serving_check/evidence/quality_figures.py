@@ -21,8 +21,8 @@ class Comparison:
     top1_agreement: float
     """Share of positions where both models put the same token first."""
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """95% confidence limits of the figures above and of `extra_nats_per_token`, by name; none for what is not
-    finite, nor from fewer than two runs of tokens."""
+    """95% confidence limits of the figures above and of `extra_nats_per_token`, by name; figures that are not
+    finite have none, nor have figures of fewer than two runs of tokens."""
     baseline_entropy: float | None = None
     """The entropy of the baseline's predictions in nats, mean over positions: how uncertain the text is."""
 

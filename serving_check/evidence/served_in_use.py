@@ -44,7 +44,7 @@ class ServedInUse:
     logprobs: tuple[float | None, ...] | None = None
     """The log-probabilities in nats, as the server reported them; None if it was not asked."""
     end_token: int | None = None
-    """A token that could not be chosen: the end of sequence, where a least length was asked for."""
+    """The end-of-sequence token if the request had a least length, so that this token could not be chosen."""
     repeats_other_seed: bool | None = None
     """Whether the answer equals an earlier one to the same prompt with another seed; None if there is
     none."""

@@ -22,7 +22,7 @@ from .interleaving import SEEDS_PER_M, SEEDS_PER_RUN, workload_spec
 from .repeats import Repeats
 
 PATIENCE_S = 3.0
-"""Seconds that a server may take to end what clients have left, and to say so in `/metrics`."""
+"""Seconds that a server may take to end requests whose clients have left, and to show this in `/metrics`."""
 POLL_S = 0.05
 SETTLES_S = 0.2
 """Seconds until a server's counters include the latest requests: ours updates them every 0.05 s."""

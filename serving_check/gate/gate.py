@@ -69,7 +69,7 @@ class RunFigures:
     request_memory: RequestMemory | None = None
     """What the artifact's server keeps of each request; None if it does not say."""
     compiled: tuple[Compilations | None, Compilations | None] = (None, None)
-    """What the artifact's server compiled after warm-up: before the first request, and after the last."""
+    """The artifact's server's compilations after warm-up: before the first request, and after the last."""
     packed: tuple[PackedLayers, PackedLayers] = (None, None)
     """The layers packed by the artifact's server, and by the baseline's."""
     packed_on: tuple[str | None, str | None] = (None, None)

@@ -1,7 +1,7 @@
 """The contents of `/metrics`, under vLLM's Prometheus names; our own names only if vLLM has none.
 
-Counted in plain numbers and turned into Prometheus' objects when somebody looks: a lock and a label look-up
-for every token would be felt at 20,000 tokens a second.
+Plain numbers are counted, and become Prometheus' objects only when `/metrics` is read: a lock and a label
+look-up for every token would be felt at 20,000 tokens a second.
 """
 
 import bisect

@@ -20,8 +20,8 @@ def chi_square(counts: tuple[int, ...]) -> float:
 def chi_square_chance(statistic: float, freedom: int) -> float:
     """The chance of at least `statistic` with so many degrees of freedom.
 
-    Computed by the recurrence of the incomplete gamma function, Q(a + 1, y) = Q(a, y) + y^a e^-y / Γ(a + 1),
-    from Q(1/2, y) = erfc(√y) or Q(1, y) = e^-y on (Abramowitz and Stegun, 6.5.21).
+    The method is the recurrence of the incomplete gamma function, Q(a + 1, y) = Q(a, y) + y^a e^-y / Γ(a +
+    1), from Q(1/2, y) = erfc(√y) or Q(1, y) = e^-y on (Abramowitz and Stegun, 6.5.21).
     """
     if statistic <= 0:
         return 1.0

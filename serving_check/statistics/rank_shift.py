@@ -18,8 +18,8 @@ def shift(above: Sequence[float], below: Sequence[float]) -> float:
 def least_shift(above: Sequence[float], below: Sequence[float], error: float) -> float:
     """The lower confidence limit of that shift, at a one-sided level of at most `error`.
 
-    Computed from the Mann-Whitney test's exact distribution, hence for values without ties; -inf if there are
-    too few.
+    It uses the Mann-Whitney test's exact distribution, and so needs values without ties; it is -inf if there
+    are too few values.
     """
     differences = _differences(above, below)
     total = math.comb(len(above) + len(below), len(above))

@@ -24,7 +24,7 @@ LEAST_ANSWER = 4
 
 @dataclass(frozen=True)
 class ProfileShape:
-    """What one block's requests are drawn from, besides a seed and a text."""
+    """The numbers from which one block's requests are drawn, besides a seed and a text."""
 
     requests: int
     seconds: float

@@ -75,7 +75,7 @@ class PlainPages:
 
 
 def spans_and_tables(host: HostMetadata, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `PlainPages.of` returns, in host memory."""
+    """The result of `PlainPages.of` in host memory."""
     group = host.page_size
     spans: list[tuple[int, ...]] = []
     tables: list[list[int]] = []

@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """What is the same in all layers of a step."""
+    """The data of a step that all layers share."""
 
     lengths: np.ndarray
     """int64 [T]: the length of each token's context."""

@@ -1,4 +1,4 @@
-"""What a Hub repository holds now: visibility, head commit and files. Reads only.
+"""The present state of a Hub repository: visibility, head commit and files. Reads only.
 
 Not for changing anything; that is `publish.py`.
 """

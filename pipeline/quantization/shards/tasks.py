@@ -1,6 +1,6 @@
 """A recipe applied to a checkpoint: for every tensor, in file order, whether and how it is quantized.
 
-Decided before any weight is read, so that a recipe that does not fit is refused at once.
+All this is decided before any weight is read, so that a recipe that does not fit is refused at once.
 """
 
 import json

@@ -24,8 +24,8 @@ class Levels(Protocol):
         ...
 
     def values(self, levels: Tensor, factors: Tensor) -> Tensor:
-        """fp32 [N, K]: what `levels` [N, K] stand for with scales `factors` [N, groups] times as large, as
-        they would be stored."""
+        """fp32 [N, K]: the numbers of `levels` [N, K] after scales were multiplied by `factors` [N, groups]
+        and rounded as they would be stored."""
         ...
 
     def weight(self, levels: Tensor, factors: Tensor) -> Weight:

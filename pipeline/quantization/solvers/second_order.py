@@ -212,15 +212,15 @@ def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature
 
 
 def _first_choice(grid: Grid, wanted: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    """`_best` of the grid's first candidates."""
+    """The best choice among the grid's first candidates."""
     return _best(wanted, factor, grid, grid.first(wanted, factor.diagonal().square().reciprocal()))
 
 
 def _next_choice(
     grid: Grid, wanted: Tensor, parameters: Tensor, rescaling: Tensor, weight: Tensor, factor: Tensor
 ) -> tuple[Tensor, ...]:
-    """`_best` of the neighbours of `parameters` [P, rows], of `parameters` scaled by `rescaling` [rows], and
-    of the first candidates."""
+    """The best choice among the neighbours of `parameters` [P, rows], the neighbours of `parameters` scaled
+    by `rescaling` [rows], and the first candidates."""
     tried = [
         *grid.near(parameters).unbind(1),
         *grid.first(wanted, weight).unbind(1),
@@ -230,7 +230,8 @@ def _next_choice(
 
 
 def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Tensor, ...]:
-    """What each row's best of parameters [P, C, rows] makes of it: values [rows, g], parameters, cost [rows].
+    """For each row, the best of the parameters [P, C, rows]: rounded values [rows, g], parameters, cost
+    [rows].
 
     factor: upper triangular [g, g], of the inverse of the metric
     """

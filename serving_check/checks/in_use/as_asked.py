@@ -20,7 +20,8 @@ SEEDS = "sampled: the same prompt and seed gave another answer"
 
 
 def check_as_asked(in_use: FiguresInUse) -> CheckResult:
-    """Fail if answers of some kind are not as asked, and more of them than of the baseline's server."""
+    """Fail if answers of some kind are not as requested, and more of the artifact's than of the
+    baseline's."""
     bound = "none that the baseline answers as asked"
     pairs = [(block.artifact, block.baseline) for block in in_use.blocks if block.artifact and block.baseline]
     answered = sum(len(artifact.ttfts) for artifact, _ in pairs)

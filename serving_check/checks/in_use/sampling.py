@@ -142,7 +142,7 @@ def _another_source(draws: Draws, off: int) -> str:
 
 
 def _is_cut(draws: Draws) -> bool:
-    """Whether the least likely tokens, of which a wrong temperature makes a few less, are missing."""
+    """Whether the least likely tokens are missing; a wrong temperature only makes them a little rarer."""
     return draws.surprisal < 0 and draws.bins[-1] < draws.tokens / PIT_BINS / 2
 
 

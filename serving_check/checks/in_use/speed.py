@@ -28,7 +28,7 @@ FEWEST_REPEATED = 3
 """The least number of the curve's blocks from which a scatter is computed."""
 TTFT_ALLOWANCE_S = 0.02
 ITL_ALLOWANCE_S = 0.02
-"""Added to both sides before dividing, as in `latency.py`: nobody notices 6 ms against 3."""
+"""Seconds that are added to both sides before dividing, as in `latency.py`: nobody notices 6 ms against 3."""
 LEAST_GAPS = 60
 """The least number of gaps between chunks that an M needs on either side. The standard error of a median is
 1.25 standard deviations over the root of that number: 16% of the gaps' own spread."""

@@ -130,8 +130,8 @@ def _wrong(greedy: Sequence[AnswerInUse], wrong: Sequence[AnswerInUse], off: int
 def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> list[Condition]:
     """Up to `MOST_CONDITIONS` under which most answers are wrong, and all wrong ones were served.
 
-    Otherwise the condition that all wrong answers and the fewest right ones meet; none if all or hardly any
-    right ones meet it.
+    If there are none, the explanation is the condition that all wrong answers and the fewest right answers
+    meet. A condition that all right answers, or hardly any, meet explains nothing.
     """
     conditions = list(_conditions(wrong, right))
 

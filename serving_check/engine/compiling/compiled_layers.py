@@ -271,7 +271,8 @@ def model_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _signature(value: Any) -> Hashable:
-    """What compiled code depends on: equal signatures share it. Sizes of arguments do not count."""
+    """The properties that compiled code depends on. Equal signatures share code; sizes of arguments do not
+    count."""
     if isinstance(value, Tensor):
         return value.ndim, value.dtype
     if isinstance(value, nn.Module):

@@ -34,7 +34,7 @@ class LogitAdjustments:
     def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
         """logits [A, V], one row for each sequence → float32 [A, V], a copy.
 
-        Applied in the order of transformers' processors: bias, repetition, presence and frequency,
+        The adjustments have the order of transformers' processors: bias, repetition, presence and frequency,
         min_tokens; then grammars.
         """
         scores = logits.to(torch.float32, copy=True)
