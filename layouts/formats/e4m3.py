@@ -6,6 +6,7 @@ times the scale among subnormals.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class E4M3Input:
 
     group_size: consecutive inputs that share a scale; None for all of a token
     """
+
+    hardware: ClassVar[str] = "NVIDIA GPUs of compute capability 8.9 or higher"
 
     group_size: int | None = None
 

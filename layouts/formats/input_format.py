@@ -14,6 +14,11 @@ class InputFormat(Protocol):
         """For people: `NVFP4`."""
         ...
 
+    @property
+    def hardware(self) -> str:
+        """What multiplies it, for people: `NVIDIA GPUs of compute capability 10.0 or higher`."""
+        ...
+
     def round(self, x: Tensor) -> Tensor:
         """x [..., K] rounded to the nearest values of the format, in x's dtype."""
         ...

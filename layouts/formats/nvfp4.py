@@ -106,6 +106,7 @@ class NVFP4Input:
     """
 
     label: ClassVar[str] = "NVFP4"
+    hardware: ClassVar[str] = "NVIDIA GPUs of compute capability 10.0 or higher"
 
     global_scale: Tensor
     divides: bool

@@ -20,6 +20,7 @@ from .layout import PackedWeight, Problem, Serves
 class Emulated:
     kernel = "F.linear in float32"
     rounds_inputs = True
+    emulates = True
 
     def __init__(self, name: str, device: str | None, once: bool):
         self.name = name

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, INVARIANCE_MODES, row_tiles
 from ..formats.weight_format import Weight
-from .layout import Layout, PackedWeight, Problem, Serves, rounds_inputs
+from .layout import Layout, PackedWeight, Problem, Serves, emulates_inputs, rounds_inputs
 
 SUFFIX = "_fixed_rows"
 
@@ -26,6 +26,7 @@ class FixedRows:
         self.name = dense.name + SUFFIX
         self.kernel = dense.kernel
         self.rounds_inputs = rounds_inputs(dense)
+        self.emulates = emulates_inputs(dense)
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.batch_invariance == "tuned":

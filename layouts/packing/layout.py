@@ -194,6 +194,21 @@ def rounds_inputs(layout: object) -> bool:
     return isinstance(layout, RoundingLayout) and layout.rounds_inputs
 
 
+@runtime_checkable
+class EmulatingLayout(Protocol):
+    """A layout that rounds inputs by itself, and multiplies them in a wider dtype than the format's."""
+
+    @property
+    def emulates(self) -> bool: ...
+
+
+def emulates_inputs(layout: object) -> bool:
+    """Whether a layout multiplies rounded inputs in 16 or 32 bits, so that its speed is not the format's."""
+    if not rounds_inputs(layout):
+        return True
+    return isinstance(layout, EmulatingLayout) and layout.emulates
+
+
 AnyLayout = Layout | ExpertsLayout
 
 LAYOUTS: Registry[AnyLayout] = Registry("layout")

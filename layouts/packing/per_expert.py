@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES
 from ..formats.weight_format import Weight
-from .layout import Layout, PackedWeight, Problem, Serves, rounds_inputs
+from .layout import Layout, PackedWeight, Problem, Serves, emulates_inputs, rounds_inputs
 from .routing import Routing
 
 SUFFIX = "_per_expert"
@@ -25,6 +25,7 @@ class PerExpert:
         self.name = dense.name + SUFFIX
         self.kernel = dense.kernel
         self.rounds_inputs = rounds_inputs(dense)
+        self.emulates = emulates_inputs(dense)
 
     def refuses(self, problem: Problem) -> str | None:
         serves = Serves(

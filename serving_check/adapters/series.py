@@ -40,6 +40,8 @@ class Series:
     """Number of compilations since warm-up; labels `kind`, `kernel` and `key`."""
     packed_layers: str | None = None
     """Number of quantized linear layers; labels `layout` and `shape`."""
+    emulated_products: str | None = None
+    """Number of products that emulate the format of their inputs; labels `inputs` and `hardware`."""
     memory: str | None = None
     """Resident bytes of the server's processes; label `process` if there are several."""
 
@@ -65,6 +67,7 @@ SCALEGATE_SERIES = Series(
     device_idle_seconds="scalegate:device_idle_seconds_total",
     compilations="scalegate:compilations_total",
     packed_layers="scalegate:packed_layers",
+    emulated_products="scalegate:emulated_products",
     memory="process_resident_memory_bytes",
 )
 """The series of our server: vLLM's names, and our own names only if vLLM has none.

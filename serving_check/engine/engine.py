@@ -17,6 +17,7 @@ from ...base.progress import progress_bar
 from ...layouts.choosing.plan import device_model
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.kv.layer import KVScales
+from ...layouts.modules.emulated_inputs import emulated_inputs
 from ...layouts.modules.linear import packed_layers
 from .attention import AttentionLayer, context_length
 from .buckets import decode_buckets
@@ -82,7 +83,7 @@ class Engine:
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._keeps_bits = options.batch_invariance != TUNED
         on_gpu = model.device.type == "cuda"
-        packed = packed_layers(model)
+        packed, emulated = packed_layers(model), emulated_inputs(model)
         layers = prepare_model(model, options)
         self.pool = build_pool(layers, options, self.max_model_len, kv_scales or {}, model.device)
         self.capacity = EngineCapacity(
@@ -94,6 +95,7 @@ class Engine:
             device_model(model.device),
             *stored_bytes(layers.attention, KV_FORMATS[options.kv_format], self.pool.page_size),
             layers.state_bytes_by_format,
+            emulated,
         )
         self.runner = _build_runner(model, layers.attention, self.pool, options)
         chunk, chunk_while_decoding = options.chunks(on_gpu)

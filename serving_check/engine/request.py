@@ -159,6 +159,8 @@ class EngineCapacity:
     """Of a request besides its pages and states, in all layers."""
     state_bytes: dict[str, int] = field(default_factory=dict)
     """Of a request's states in all layers, by state format and dtype, as `mamba2 float32`."""
+    emulated_inputs: dict[tuple[str, str], int] = field(default_factory=dict)
+    """How many products emulate a format of inputs, by its label and the hardware that multiplies it."""
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -189,6 +189,16 @@ class Metrics:
         for name, count in self.capacity.packed_layers.items():
             packed.add_metric([self.model_name, device, *name.split()], count)
         yield packed
+        emulated = GaugeMetricFamily(
+            "scalegate:emulated_products",
+            "Products whose inputs are rounded to a format and multiplied in 16 or 32 bits, by that format "
+            "and the hardware that multiplies it.",
+            labels=["model_name", "inputs", "hardware"],
+        )
+        emulated.add_metric([self.model_name, "", ""], 0)
+        for (inputs, hardware), count in self.capacity.emulated_inputs.items():
+            emulated.add_metric([self.model_name, inputs, hardware], count)
+        yield emulated
 
     def _request_bytes(self, capacity: EngineCapacity) -> Metric:
         family = GaugeMetricFamily(
