@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import click
 
 UNUSABLE = 2
-"""The status for input that the user can correct, and for an inconclusive verdict."""
+"""The status for input that the user can correct, for an inconclusive verdict, and for a verdict that is not
+published because speed was not judged."""
 UNFORESEEN = 70
 """The status for a fault of Scalegate or of the machine (EX_SOFTWARE of sysexits.h)."""
 INTERRUPTED = 130

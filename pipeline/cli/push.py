@@ -20,19 +20,31 @@ from ..publishing.push_result import PushResult
     help="Commit to this branch; it is created if it does not exist.",
 )
 @click.option(
+    "--allow-unjudged-speed",
+    is_flag=True,
+    help="Publish although speed was emulated and therefore not judged; the card says so first.",
+)
+@click.option(
     "--dry-run",
     is_flag=True,
     help="Show every operation, the gate's answer and the model card, and send nothing. Needs no token.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    artifact: str, to: str, private: bool, create_pr: bool, revision: str | None, dry_run: bool, as_json: bool
+    artifact: str,
+    to: str,
+    private: bool,
+    create_pr: bool,
+    revision: str | None,
+    allow_unjudged_speed: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Publish ARTIFACT in one atomic commit, read it back, and only then make it public.
 
-    ARTIFACT needs a passing verdict of `pipeline validate` on exactly these bytes. If the push is
-    interrupted, run the same command again: files that the Hub already has are not sent again. An existing
-    repository keeps its visibility.
+    ARTIFACT needs a passing verdict of `pipeline validate` on exactly these bytes, which judged speed. If the
+    push is interrupted, run the same command again: files that the Hub already has are not sent again. An
+    existing repository keeps its visibility.
 
     \b
     Examples:
@@ -42,7 +54,15 @@ def command(
     """
     from ..commands.push import push
 
-    result = push(artifact, to, private=private, create_pr=create_pr, revision=revision, dry_run=dry_run)
+    result = push(
+        artifact,
+        to,
+        private=private,
+        create_pr=create_pr,
+        revision=revision,
+        allow_unjudged_speed=allow_unjudged_speed,
+        dry_run=dry_run,
+    )
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
     else:

@@ -3,7 +3,7 @@
 import json
 import sys
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,10 +15,13 @@ from ...serving_check.settings import Bounds, WorkloadSettings
 from ..publishing.options import PublishOptions
 from ..quantization.options import QuantizeOptions
 from ..validation.options import ValidateOptions
-from .exit_status import INTERRUPTED
+from .exit_status import INTERRUPTED, UNUSABLE
 from .options import options_from, recipe_option
 from .push import print_result
 from .quantize import estimate_lines, formats_in
+
+if TYPE_CHECKING:
+    from ...serving_check.evidence.verdict import Verdict
 
 
 @click.command("release")
@@ -53,8 +56,8 @@ def command(
     If it is interrupted, run the same command again: it continues from what is in the work folder. Nothing
     is published unless the gate passes. With --devices, each of these GPUs quantizes a share of the weights.
 
-    Exit status: 0 published, 1 the gate failed, 2 inconclusive or unusable input, 70 a fault of
-    Scalegate or the machine, 130 interrupted.
+    Exit status: 0 published, 1 the gate failed, 2 inconclusive, speed not judged or unusable input,
+    70 a fault of Scalegate or the machine, 130 interrupted.
 
     \b
     Examples:
@@ -86,8 +89,15 @@ def command(
     if result.push is not None and not as_json:
         print_result(result.push)
     if result.push is None and result.verdict is not None:
-        click.echo(f"Not published: the gate says {result.verdict.status}.", err=True)
-        context.exit(result.verdict.exit_status)
+        click.echo(f"Not published: {_why_not(result.verdict)}", err=True)
+        context.exit(result.verdict.exit_status or UNUSABLE)
+
+
+def _why_not(verdict: "Verdict") -> str:
+    """Why a verdict was not published, and what to do about a pass."""
+    if verdict.status != "pass":
+        return f"the gate says {verdict.status}."
+    return "speed was not judged. `pipeline push --allow-unjudged-speed` publishes it all the same."
 
 
 def _dry_run(model: str, recipe: str, to: str, work: str, as_json: bool, options: dict[str, Any]) -> None:

@@ -26,10 +26,14 @@ def push(
     private: bool = False,
     create_pr: bool = False,
     revision: str | None = None,
+    allow_unjudged_speed: bool = False,
     dry_run: bool = False,
     progress: bool = True,
 ) -> PushResult:
     """Publish the folder `artifact` to `to`: a Hub repository `ORG/NAME`, or `folder:DIR`.
+
+    allow_unjudged_speed: publish although the machine that judged it emulates the format, and so cannot judge
+                          its speed; the card says so first
 
     With `dry_run` nothing is changed anywhere, and the result lists what would be done; the Hub's files are
     looked up only if there are a token and a network.
@@ -38,6 +42,12 @@ def push(
     directory = target_folder(to)
     _refuse_hub_options(directory, private, create_pr, revision)
     manifest, verdict = require_passing_verdict(folder)
+    if verdict.speed_not_judged and not allow_unjudged_speed:
+        raise UserError(
+            f"the verdict on {folder} proves quality but not speed, so it is not published. Speed was not "
+            f"judged: {verdict.speed_not_judged}.\nTo publish it all the same, give --allow-unjudged-speed; "
+            "the card then says so first"
+        )
     if directory is not None:
         if directory.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{directory} lies in the artifact itself; give a folder elsewhere")
@@ -83,6 +93,8 @@ def _said(verdict: Verdict) -> str:
     """The verdict in a few words, `pass: …`, if it may be published."""
     ratios = [point.ratio for point in verdict.curve if point.ratio is not None]
     least = f", at least {min(ratios):.2f} of the baseline's throughput" if ratios else ""
+    if verdict.speed_not_judged:
+        least = "; speed was not judged"
     return f"{verdict.status} on {verdict.created}, {len(verdict.checks)} checks of these bytes{least}"
 
 

@@ -78,7 +78,8 @@ def release(
 ) -> ReleaseResult:
     """Quantize `model` by `recipe` in a folder under `work`, prove that it scales, and publish it to `to`.
 
-    A verdict other than a pass ends it: the result then holds the verdict and no push.
+    A verdict other than a pass ends it: the result then holds the verdict and no push. So does a pass that
+    did not judge speed, unless `allow_unjudged_speed` is given.
 
     options: listed below. `layout` is recorded in the artifact, whatever is measured; the KV format is always
              the one that the checkpoint declares
@@ -99,7 +100,8 @@ def release(
     _lay_out(result, folder, artifact, request, progress)
     rival = _make_rival(result, model, chosen, request, progress)
     result.verdict = _validate(result, rival, request, progress)
-    if result.verdict.status != "pass":
+    unproved = result.verdict.speed_not_judged and not publication.allow_unjudged_speed
+    if result.verdict.status != "pass" or unproved:
         return result
     result.push = push(
         folder,
@@ -107,6 +109,7 @@ def release(
         private=publication.private,
         create_pr=publication.create_pr,
         revision=publication.to_revision,
+        allow_unjudged_speed=publication.allow_unjudged_speed,
         progress=progress,
     )
     is_unchanged = result.push.status == "unchanged"

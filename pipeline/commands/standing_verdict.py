@@ -33,6 +33,8 @@ def standing_pass(folder: Path, rival: str | None, request: ReleaseRequest) -> t
         why_not = f"was {verdict.status}"
     if why_not is None and verdict.exploratory:
         why_not = "is exploratory"
+    if why_not is None and verdict.speed_not_judged and not request.publication.allow_unjudged_speed:
+        why_not = "did not judge speed"
     if why_not is None and request.validation.sign is not None and examination.signature.state == "unsigned":
         why_not = "is not signed"
     return (verdict, "") if why_not is None else (None, f"the verdict there {why_not}")

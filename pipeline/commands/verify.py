@@ -101,8 +101,14 @@ def _conclusions(verdict: Verdict) -> list[Finding]:
     failed = ", ".join(check.name for check in verdict.failures)
     said = f"{verdict.status}, recomputed from its raw figures" + (f": {failed}" if failed else "")
     weak = "; ".join(verdict.exploratory)
+    if verdict.speed_not_judged:
+        weak = f"speed was not judged: {verdict.speed_not_judged}" + (
+            f"; exploratory: {weak}" if weak else ""
+        )
+    elif weak:
+        weak = f"exploratory: {weak}"
     return [
-        Finding("policy", "unknown", f"exploratory: {weak}")
+        Finding("policy", "unknown", weak)
         if weak
         else Finding("policy", "yes", "no weaker than the release policy, as the recipe declares it"),
         Finding("status", status, said),

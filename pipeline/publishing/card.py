@@ -142,6 +142,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
     environment = verdict.environment
     return {
         "first_lines": first_lines_of(verdict),
+        "speed_not_judged": verdict.speed_not_judged is not None,
         "baseline": baseline_phrase(verdict),
         "engine_measured": engine_phrase(verdict),
         "workload": verdict.workload,

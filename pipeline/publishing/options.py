@@ -14,6 +14,9 @@ class PublishOptions:
     to_revision: str | None = option(
         None, "Push to this branch of the repository; it is created if it does not exist.", metavar="BRANCH"
     )
+    allow_unjudged_speed: bool = option(
+        False, "Publish although speed was emulated and therefore not judged; the card says so first."
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

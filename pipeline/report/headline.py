@@ -45,6 +45,8 @@ def _sentence(verdict: Verdict, first: CheckResult | None) -> str:
     worst = _worst(verdict)
     floor = f"{verdict.bounds.throughput_floor:g}×"
     if verdict.status == "pass":
+        if verdict.speed_not_judged:
+            return f"{ours} passes every check beside {base} but those of speed, which was not judged."
         if worst is None:
             return f"{ours} keeps up with {base}."
         return (

@@ -34,10 +34,12 @@ def verdict_table(verdict: Verdict) -> str:
     lines += ["", f"  the baseline ran in {baseline_dtype(verdict)}; {side_by_side(verdict)}"]
     if verdict.seconds_by_part:
         lines += [f"  time: {_parts(verdict)}"]
-    exploratory = " (exploratory)" if verdict.exploratory else ""
+    notes = ["exploratory"] if verdict.exploratory else []
+    notes += ["speed not judged"] if verdict.speed_not_judged else []
+    noted = f" ({', '.join(notes)})" if notes else ""
     lines += [
         "",
-        f"{verdict.status.upper()}{exploratory} after {verdict.duration_seconds:.0f} s: {_summary(verdict)}",
+        f"{verdict.status.upper()}{noted} after {verdict.duration_seconds:.0f} s: {_summary(verdict)}",
     ]
     return "\n".join(lines)
 
@@ -145,6 +147,8 @@ def _parts(verdict: Verdict) -> str:
 
 
 def _summary(verdict: Verdict) -> str:
+    if verdict.status == "pass" and verdict.speed_not_judged:
+        return f"{verdict.artifact.name} passes every check but those of speed"
     if verdict.status == "pass":
         return f"{verdict.artifact.name} keeps up with {verdict.baseline.name} at every M"
     return ", ".join(check.name for check in verdict.failures)

@@ -22,6 +22,7 @@ from ...serving_check.evidence.verdict import Environment, Subject, Verdict
 from ...serving_check.gate.gate import RunFigures
 from ...serving_check.gate.judge import Judgement, judge
 from ...serving_check.gate.policy import weaker
+from ...serving_check.gate.unjudged import unjudged_curve
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from .rival import describe_rival
@@ -62,7 +63,7 @@ def _evidence(
 
     figures, served, scores = results.findings.figures, results.served, results.scores
     explain = explainer(run, figures.loaded.layouts if artifact_as_here else {})
-    curve = curve_of(served.measured, run.workload, run.bounds)
+    curve = unjudged_curve(curve_of(served.measured, run.workload, run.bounds), served.emulated)
     return Evidence(
         loaded=_as_served(figures.loaded, artifact_as_here, run.artifact),
         baseline_loaded=_as_served(figures.baseline_loaded, baseline_as_here, run.baseline),
@@ -89,6 +90,7 @@ def _evidence(
         request_memory=served.request_memory,
         compiled=served.compiled,
         packed=served.packed,
+        emulated=served.emulated,
         has_rival=run.rival is not None,
         diagnoses={point.m: explain(point.m) for point in curve if point.is_slow},
     )
@@ -126,6 +128,7 @@ def _verdict(
         quality_tokens_asked=run.asked.quality_tokens,
         declared=run.declared,
         exploratory=(),
+        speed_not_judged=judgement.speed_not_judged,
         report={},
         command=run.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

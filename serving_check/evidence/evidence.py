@@ -11,6 +11,7 @@ from ..settings import DOCUMENTED
 from .artifact_figures import ReaderFigures, TextFigures, WeightFigures
 from .at_rest import AtRestFigures
 from .company import CompanyFigures
+from .emulation import EmulatedProducts
 from .in_use import FiguresInUse
 from .measurement import MeasuredM
 from .quality_figures import Comparison
@@ -140,3 +141,5 @@ class Evidence:
     """Whether a rival was served as well: its repeats are among `measured`."""
     diagnoses: Mapping[int, str] = field(default_factory=dict)
     """For each M that failed, which layer is to blame."""
+    emulated: tuple[EmulatedProducts, ...] = ()
+    """Products that servers emulate; speed is judged only if there are none."""

@@ -19,7 +19,8 @@ from .task_scores import TaskScore
 
 Status = Literal["pass", "fail", "inconclusive"]
 CheckStatus = Literal["pass", "fail", "inconclusive", "unknown"]
-"""A check is unknown if the engine cannot report its figures; it then does not affect the verdict."""
+"""A check is unknown if the engine cannot report its figures, or if it is of speed and speed was emulated. It
+then does not affect the verdict."""
 
 SCHEMA_VERSION = 3
 EXIT_STATUS: dict[Status, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
@@ -33,7 +34,8 @@ class CheckResult:
 
     name: str
     status: CheckStatus
-    """`unknown` if the engine cannot report its figures; such a check does not affect the verdict."""
+    """`unknown` if the engine cannot report its figures, or if it is of speed and speed was emulated. Such a
+    check does not affect the verdict."""
     measured: str
     """The measured value in a few words, with units."""
     bound: str
@@ -121,7 +123,8 @@ class PartPoint:
     ratio_low: float | None
     ratio_high: float | None
     """The upper limit of its 95% interval."""
-    status: Status
+    status: CheckStatus
+    """`unknown` if speed was not judged."""
     decision_low: float | None = None
     decision_high: float | None = None
     """The upper limit that the decision was made with."""
@@ -142,7 +145,8 @@ class CurvePoint:
     """Lower limit of the 95% interval, widened by the correlation between blocks; null if there is none."""
     ratio_high: float | None
     """Upper limit of the 95% interval."""
-    status: Status
+    status: CheckStatus
+    """`unknown` if speed was not judged."""
     log_ratios: tuple[float, ...]
     """The log ratio of each block of two repeats, one of either side, in the order they ran."""
     correlation: float = 0.0
@@ -272,6 +276,9 @@ class Verdict:
     """The scores of these tasks; no check judges them."""
     given_text_sha256: str | None = None
     """sha256 of the user's own text file; null if there was none."""
+    speed_not_judged: str | None = None
+    """Why speed was not judged, and where it can be; null if it was. Such a pass does not say that the
+    artifact keeps up, so `push` refuses it unless it is told to publish it."""
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -5,7 +5,7 @@ It knows nothing of checkpoints. `interleaving.py` measures the speed, `judge.py
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,19 +22,20 @@ from ..checks.stalls import check_stalls, m_in_doubt, m_to_watch
 from ..evidence.answer_figures import ServedText, TokenText
 from ..evidence.at_rest import AtRestFigures
 from ..evidence.company import CompanyFigures
+from ..evidence.emulation import EmulatedProducts, emulated_products, is_speed_real, why_not_judged
 from ..evidence.evidence import PackedLayers, RepeatedPrompts
 from ..evidence.measurement import MeasuredM
 from ..evidence.request_memory import RequestMemory
 from ..evidence.undisturbed import AloneFigures
 from ..settings import Bounds, WorkloadSettings
-from ..statistics.decide import LOOKS
+from ..statistics.decide import LOOKS, Decision
 from ..workload import run_workload
 from .alone import alone_figures
 from .at_rest import Sides, look_after, look_before
 from .in_use import LoadInUse, RequestSource, ServedLoad, plan_load, plan_profile_load
 from .interleaving import Rival, Servers, measure, workload_spec
 from .repeats import Repeats, Runner, deadline_from, tpot_of
-from .turns import ARTIFACT, BASELINE, Turns
+from .turns import ARTIFACT, BASELINE, RIVAL, Turns
 
 CANARY_LENGTH = 32
 CANARY_PROMPT = 32
@@ -74,6 +75,8 @@ class RunFigures:
     """The layers packed by the artifact's server, and by the baseline's."""
     packed_on: tuple[str | None, str | None] = (None, None)
     """The device models for which the servers packed their layers; None if a server does not say."""
+    emulated: tuple[EmulatedProducts, ...] = ()
+    """What any of the servers emulates."""
     texts: list[ServedText] = field(default_factory=list)
     """Answers of the artifact's server under load, to be scored."""
     repeated: RepeatedPrompts | None = None
@@ -122,22 +125,21 @@ def serve_and_measure(
     restart: starts all servers anew, at the same addresses; None if that is not ours to do
     """
     _refuse_shared_addresses(artifact, baseline, rival)
-    if rival is not None:
-        _require_capacity("the rival's server", rival.endpoint, rival.endpoint.metrics(), run.workload)
+    _require_rival_capacity(rival, run.workload)
     said, baseline_said = artifact.metrics(), baseline.metrics()
+    emulated = _emulated({ARTIFACT: artifact, BASELINE: baseline}, rival, run.clock)
     capacity = _require_capacity("the artifact's server", artifact, said, run.workload)
     _require_capacity("the baseline's server", baseline, baseline_said, run.workload)
     with run.clock.stage("canary text"):
         canary, baseline_canary = _canary_texts(artifact, baseline, said, run)
     repeats = Repeats(run.runner, artifact, baseline, run.tokenizer)
     servers = Servers(artifact, baseline, run.workload, run.text, repeats, rival)
-    measured, decisions = measure(servers, run.bounds, run.clock, restart)
-    broken_off = any(block.errors for level in measured for block in level.blocks)
-    failed = broken_off or any(decision.status == "fail" for decision in decisions)
+    is_judged = is_speed_real(emulated)
+    measured, decisions = measure(servers, run.bounds, run.clock, restart, is_judged)
+    failed = _has_failed(measured, decisions)
     in_use = at_rest = alone = None
     if not failed and run.source is not None:
-        with run.clock.stage("each server alone"):
-            alone = alone_figures(servers, run.gpus)
+        alone = _alone(servers, run) if is_judged else None
         with run.clock.stage("load as in use"):
             before = look_before(artifact)
             load = plan_load(
@@ -151,7 +153,7 @@ def serve_and_measure(
             sides = Sides(artifact, baseline, run.workload, run.text, repeats, load.kinds, run.source.context)
             at_rest = look_after(sides, measured, before, in_use.requests)
     with run.clock.stage("another look"):
-        together = None if failed else serve_together(servers, measured, run, in_use)
+        together = serve_together(servers, measured, run, in_use) if is_judged and not failed else None
         repeated = repeat_prompts(servers, measured)
     return RunFigures(
         canary=canary,
@@ -162,6 +164,7 @@ def serve_and_measure(
         compiled=(compilations(said, artifact.series), compilations(artifact.metrics(), artifact.series)),
         packed=(packed_layers(said, artifact.series), packed_layers(baseline_said, baseline.series)),
         packed_on=(packed_on(said, artifact.series), packed_on(baseline_said, baseline.series)),
+        emulated=emulated,
         texts=repeats.texts_to_score(),
         repeated=repeated,
         together=together,
@@ -169,6 +172,32 @@ def serve_and_measure(
         in_use=in_use,
         at_rest=at_rest,
     )
+
+
+def _emulated(
+    sides: Mapping[str, Endpoint], rival: Rival | None, clock: StageClock
+) -> tuple[EmulatedProducts, ...]:
+    """What the servers emulate, which is also printed: then speed is not judged."""
+    endpoints = {**sides, **({} if rival is None else {RIVAL: rival.endpoint})}
+    emulated = tuple(
+        products
+        for side, endpoint in endpoints.items()
+        for products in emulated_products(side, endpoint.metrics(), endpoint.series)
+    )
+    if emulated:
+        clock.say(f"speed will not be judged: {why_not_judged(emulated)}")
+    return emulated
+
+
+def _has_failed(measured: Sequence[MeasuredM], decisions: Sequence[Decision]) -> bool:
+    """Whether a request or an M failed."""
+    broken_off = any(block.errors for level in measured for block in level.blocks)
+    return broken_off or any(decision.status == "fail" for decision in decisions)
+
+
+def _alone(servers: Servers, run: GateRun) -> AloneFigures | None:
+    with run.clock.stage("each server alone"):
+        return alone_figures(servers, run.gpus)
 
 
 def _profile(
@@ -192,6 +221,11 @@ def _refuse_shared_addresses(artifact: Endpoint, baseline: Endpoint, rival: Riva
     if rival is not None:
         refuse_one_address(artifact, rival.endpoint)
         refuse_one_address(baseline, rival.endpoint)
+
+
+def _require_rival_capacity(rival: Rival | None, workload: WorkloadSettings) -> None:
+    if rival is not None:
+        _require_capacity("the rival's server", rival.endpoint, rival.endpoint.metrics(), workload)
 
 
 def _require_capacity(
@@ -276,8 +310,12 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
     canaries: dict[str, list[Continuation]] = {}
     repeats = Repeats(run.runner, None, None, run.tokenizer)
 
+    emulated: list[EmulatedProducts] = []
+
     def when_first_up(side: str, endpoint: Endpoint) -> None:
         said[side] = endpoint.metrics()
+        emulated.extend(emulated_products(side, said[side], endpoint.series))
+        turns.is_judged = is_speed_real(emulated)
         _require_capacity(f"the {side}'s server", endpoint, said[side], run.workload)
         canaries[side] = continuations(endpoint, prompts, CANARY_LENGTH, run.tokenizer.encode)
         if side == ARTIFACT:
@@ -313,6 +351,7 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
             packed_layers(said[BASELINE], baseline.series),
         ),
         packed_on=(packed_on(said[ARTIFACT], artifact.series), packed_on(said[BASELINE], baseline.series)),
+        emulated=tuple(sorted(emulated, key=lambda products: sides.index(products.side))),
         texts=repeats.texts_to_score(),
         in_use=in_use,
         at_rest=at_rest,

@@ -37,12 +37,15 @@ def measure(
     bounds: Bounds,
     clock: StageClock,
     restart: Callable[[], None] | None = None,
+    is_judged: bool = True,
 ) -> tuple[list[MeasuredM], list[Decision]]:
     """Block after block over all undecided Ms, so that a slow minute of the machine affects every M alike.
 
     If blocks are too correlated to decide, the servers are restarted for each group of blocks. It ends early
     once every M is decided, once one M has failed or the artifact certainly stalls and every M has had its
     first look, and at the first failed request, which decides by itself.
+
+    is_judged: whether these speeds are the formats'; if not, every M gets its first look, and no decision
     """
     workload = servers.workload
     floor = bounds.throughput_floor
@@ -54,11 +57,16 @@ def measure(
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
             # So slow that it needs no statistics? One more look, and it is over.
             if (
-                level.m in workload.ms
+                is_judged
+                and level.m in workload.ms
                 and is_far_below(level.first_looks, floor)
                 and (not servers.run_block(level) or is_hopeless(level.first_looks, floor))
             ):
                 return measured, binding_decisions_of(measured, servers.workload, test.floor)
+    if not is_judged:
+        with clock.stage("blocks of repeats"):
+            _look_once(servers, measured, test, clock)
+        return measured, []
     clock.say(_estimate(measured, test))
     with clock.stage("blocks of repeats"):
         decisions = _decide(servers, measured, test, bounds, clock, can_restart=restart is not None)
@@ -67,6 +75,19 @@ def measure(
         with clock.stage("blocks on new servers"):
             decisions = _decide_in_groups(servers, measured, test, clock, restart)
     return measured, decisions
+
+
+def _look_once(
+    servers: "Servers", measured: Sequence[MeasuredM], test: SequentialTest, clock: StageClock
+) -> None:
+    """The blocks of the first look at every M; they end at the first failed request."""
+    blocks = min(LOOKS[0], test.max_blocks)
+    with progress_bar(total=blocks, desc="blocks", unit="block", shown=clock.shown) as bar:
+        for _ in range(blocks):
+            for level in measured:
+                if not servers.run_block(level):
+                    return
+            bar.update()
 
 
 def _decide(

@@ -35,9 +35,11 @@ from ..checks.throughput import check_throughput
 from ..checks.undisturbed import check_undisturbed
 from ..checks.weights import check_weights, largest_errors
 from ..evidence.curve import curve_of, took_turns
+from ..evidence.emulation import why_not_judged
 from ..evidence.evidence import Evidence
 from ..evidence.verdict import CheckResult, CurvePoint, Status, overall_status
 from ..settings import Bounds, WorkloadSettings
+from .unjudged import unjudged_checks, unjudged_curve
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Judgement:
     status: Status
     checks: tuple[CheckResult, ...]
     curve: tuple[CurvePoint, ...]
+    speed_not_judged: str | None = None
+    """Why not, if a server emulated the format of its inputs."""
 
 
 def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
@@ -102,7 +106,9 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
         *([] if evidence.company is None else [check_batch_invariance(evidence.company)]),
         *([check_rival(curve, bounds.max_first_rival_m, workload.max_blocks)] if evidence.has_rival else []),
     )
-    return Judgement(overall_status(checks), checks, tuple(curve))
+    checks = unjudged_checks(checks, evidence.emulated)
+    shown = unjudged_curve(curve, evidence.emulated)
+    return Judgement(overall_status(checks), checks, shown, why_not_judged(evidence.emulated))
 
 
 def _checks_in_use(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> list[CheckResult]:

@@ -198,6 +198,7 @@ def first_lines_of(verdict: Verdict) -> list[str]:
         verdict.artifact.other_inputs,
         unlike_options(verdict.environment),
         verdict.baseline.stored_as,
+        verdict.speed_not_judged,
     )
 
 
@@ -207,14 +208,18 @@ def first_lines(
     other_inputs: Sequence[str] = (),
     unlike: Sequence[str] = (),
     stored_as: str | None = None,
+    speed_not_judged: str | None = None,
 ) -> list[str]:
     """The first lines of a verdict and a card; empty if everything was judged by the unchanged policy.
 
     other_inputs: what the model takes besides text
     unlike: the options that the servers do not share, as `unlike_options` finds them
     stored_as: the form of the baseline's weights, where it is smaller than 16 bits
+    speed_not_judged: why not, if it was not
     """
     lines = []
+    if speed_not_judged:
+        lines.append(f"Speed was not judged: {speed_not_judged}.")
     if exploratory:
         lines.append(f"Exploratory, not to be published: {'; '.join(exploratory)}.")
     if changes := lowered(declared):

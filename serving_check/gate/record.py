@@ -35,7 +35,14 @@ def judged_again(verdict: Verdict) -> Verdict:
     """The verdict with the status, checks, curve and policy that follow from its raw figures."""
     found = _judged(verdict)
     weak = tuple(weaker(verdict))
-    return replace(verdict, status=found.status, checks=found.checks, curve=found.curve, exploratory=weak)
+    return replace(
+        verdict,
+        status=found.status,
+        checks=found.checks,
+        curve=found.curve,
+        exploratory=weak,
+        speed_not_judged=found.speed_not_judged,
+    )
 
 
 def parse_verdict(path: Path) -> Verdict:
@@ -76,6 +83,8 @@ def contradictions(verdict: Verdict) -> list[str]:
             f"it says it is weaker than the policy in {len(verdict.exploratory)} ways, "
             f"its settings in {len(again)}"
         )
+    if (verdict.speed_not_judged is None) != (found.speed_not_judged is None):
+        problems.append("it and its servers contradict each other on whether speed was judged")
     if verdict.status != found.status:
         problems.append(f"it says {verdict.status}, its figures say {found.status}")
     return problems

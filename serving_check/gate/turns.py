@@ -76,6 +76,8 @@ class Turns:
     rival_from_m: float = 0.0
     when_first_up: Callable[[str, Endpoint], None] = lambda side, endpoint: None
     """Called once for each side, when its server has started for the first time."""
+    is_judged: bool = True
+    """Whether speeds are the formats'. If not, they are measured until the first look, and decide nothing."""
     compiled: Compilations | None = None
     """What the artifact's server compiled in its turns, after its warm-up; None if it does not count."""
     _met: set[str] = field(default_factory=set, init=False)
@@ -112,14 +114,16 @@ class Turns:
 
     def has_failed(self, measured: Sequence[MeasuredM]) -> bool:
         """Whether a request or an M failed."""
-        return any(block.errors for level in measured for block in level.blocks) or any(
-            decision.status == "fail" for decision in self._decisions(measured)
-        )
+        if any(block.errors for level in measured for block in level.blocks):
+            return True
+        return self.is_judged and any(decision.status == "fail" for decision in self._decisions(measured))
 
     def _decisions(self, measured: Sequence[MeasuredM]) -> list[Decision]:
         return binding_decisions_of(measured, self.workload, self.floor)
 
     def _undecided(self, measured: Sequence[MeasuredM]) -> list[MeasuredM]:
+        if not self.is_judged:
+            return []
         against = (
             rival_decisions_of(measured, self.workload, self.rival_from_m) if RIVAL in self.sides else {}
         )

@@ -15,6 +15,7 @@ from scalegate.serving_check.evidence.artifact_figures import (
     WeightFigures,
 )
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
+from scalegate.serving_check.evidence.emulation import EmulatedProducts
 from scalegate.serving_check.evidence.environment import describe_environment
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures, ScoredText, TextScore
 from scalegate.serving_check.evidence.in_use import (
@@ -135,6 +136,9 @@ def answered(result: WorkloadResult) -> Repeat:
     return replace(Repeat.of(result), answers=figures)
 
 
+EMULATED = (
+    EmulatedProducts("artifact", "FP8", "NVIDIA GPUs of compute capability 8.9 or higher", products=28),
+)
 SHAPES = {"layers.0.up": (768, 256), "layers.0.down": (256, 768)}
 
 

@@ -19,7 +19,20 @@ from scalegate.tests.pipeline.publishing.passed_artifact import (
     make_artifact,
     passing_verdict,
 )
-from scalegate.tests.serving_check.gate_samples import SOUND_WEIGHTS, sample_evidence
+from scalegate.tests.serving_check.gate_samples import EMULATED, SOUND_WEIGHTS, sample_evidence
+
+
+def emulate(artifact):
+    manifest = Artifact.read(artifact)
+    evidence = sample_evidence(RATIOS, load=WORKLOAD, emulated=EMULATED)
+    give_verdict(artifact, manifest, passing_verdict(manifest, evidence=evidence))
+
+
+def emulate_and_deny_it(artifact):
+    manifest = Artifact.read(artifact)
+    evidence = sample_evidence(RATIOS, load=WORKLOAD, emulated=EMULATED)
+    verdict = passing_verdict(manifest, evidence=evidence)
+    give_verdict(artifact, manifest, replace(verdict, speed_not_judged=None))
 
 
 def remove_verdict(artifact):

@@ -3,6 +3,7 @@
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.commands.push import push
+from scalegate.pipeline.commands.verify import verify
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.report.table import verdict_table
 from scalegate.serving_check.settings import WorkloadSettings
@@ -21,6 +22,8 @@ from scalegate.tests.pipeline.publishing.spoilt_artifact import (
     edit_the_recipe,
     edit_the_words_with_their_digest,
     edit_what_is_said_of_the_layers,
+    emulate,
+    emulate_and_deny_it,
     fail,
     fail_and_edit_it_to_a_pass,
     fail_and_edit_it_to_a_pass_with_its_digest,
@@ -97,6 +100,8 @@ from scalegate.tests.serving_check.gate_samples import sample_evidence
         (quantize_other_layers, "says that model.layers.3.mlp.up_proj are quantized, but they are not"),
         (lay_out_again, "laid out again"),
         (break_the_verdict, "not valid JSON"),
+        (emulate, "--allow-unjudged-speed"),
+        (emulate_and_deny_it, "contradict each other on whether speed was judged"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -126,6 +131,19 @@ def test_a_policy_that_the_recipe_lowers_openly_is_published_and_said_first(arti
     assert "throughput floor 0.8 (the policy says 0.93)" in head
     assert "least largest m 4 (the policy says 32)" in head
     assert "throughput floor 0.8" in verdict_table(given).splitlines()[0]
+
+
+def test_quality_without_speed_is_published_only_on_request_and_said_first(artifact, tmp_path):
+    emulate(artifact)
+    result = push(artifact, f"folder:{tmp_path / 'release'}", allow_unjudged_speed=True)
+    assert result.status == "pushed"
+    card = (tmp_path / "release" / "README.md").read_text().split("---\n")[2]
+    head = "\n".join(card.strip().splitlines()[:4])
+    assert "**Speed was not judged: here 28 products of the artifact emulate FP8 inputs" in head
+    assert "compute capability 8.9" in head
+    assert "had to keep up" not in card and "These speeds are of an emulation" in card
+    policy = next(finding for finding in verify(tmp_path / "release").findings if finding.name == "policy")
+    assert (policy.holds, policy.said[:20]) == ("unknown", "speed was not judged")
 
 
 def test_a_folder_that_is_no_artifact_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from scalegate.tests.pipeline.publishing.fake_hub import Drop, Refuse, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json
 from scalegate.tests.pipeline.publishing.stand_in_gate import StandInGate
 from scalegate.tests.pipeline.publishing.test_push_hub import failing
+from scalegate.tests.serving_check.gate_samples import EMULATED
 from scalegate.tests.verdict_files import read_verdict
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -197,6 +198,22 @@ def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkp
     stages = json.loads(again.stdout)["stages"]
     assert [stage["name"] for stage in stages if stage["skipped"]] == ["quantize", "layout"]
     assert (tmp_path / "release" / "README.md").is_file()
+
+
+def test_quality_without_speed_is_released_only_on_request(gate, tmp_path, tiny_checkpoint):
+    gate.emulated = EMULATED
+    arguments = [str(tiny_checkpoint), "--to", f"folder:{tmp_path / 'release'}", "--device", "cpu"]
+    arguments += ["--m", "1,4,32", "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    assert "Not published: speed was not judged" in result.output
+    assert not (tmp_path / "release").exists()
+    again = CliRunner().invoke(command, arguments)
+    assert (again.exit_code, gate.runs) == (2, 2), "another machine may judge it, so it is asked again"
+    asked = CliRunner().invoke(command, [*arguments, "--allow-unjudged-speed", "--json"])
+    assert (asked.exit_code, gate.runs) == (0, 2)
+    assert "compute capability 8.9" in json.loads(asked.stdout)["verdict"]["speed_not_judged"]
+    assert "**Speed was not judged: " in (tmp_path / "release" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.image import imread
 from py_mini_racer import MiniRacer
+from scalegate.pipeline.report.badge import badge_words
 from scalegate.pipeline.report.curve_picture import draw_curve
 from scalegate.pipeline.report.headline import headline_of
 from scalegate.pipeline.report.plots import draw_plots
@@ -19,7 +20,7 @@ from scalegate.serving_check.evidence.measurement import output_throughput
 from scalegate.serving_check.evidence.verdict import CheckResult, Verdict
 from scalegate.serving_check.settings import WorkloadSettings
 
-from ...serving_check.gate_samples import CHAT, sample_verdict
+from ...serving_check.gate_samples import CHAT, EMULATED, sample_evidence, sample_verdict
 
 FAILED = CheckResult(
     "throughput", "fail", "lowest 0.400 [0.390, 0.410] at M=8", "at least 0.93", "kernel <slow> at M=8"
@@ -185,6 +186,25 @@ def test_the_first_sentence_says_verdict_and_reason(verdict: Verdict):
     assert both.score == "0 of 2 checks passed"
     open_only = headline_of(replace(verdict, status="inconclusive", checks=(undecided,)))
     assert "the check “quality” could not be decided" in open_only.sentence
+
+
+def test_a_pass_without_speed_says_so_before_anything_else():
+    verdict = sample_verdict(
+        {1: 0.4, 32: 0.5}, evidence=sample_evidence({1: 0.4, 32: 0.5}, emulated=EMULATED)
+    )
+    assert headline_of(verdict).sentence == (
+        "base-int4 passes every check beside base but those of speed, which was not judged."
+    )
+    lines = verdict_table(verdict).splitlines()
+    assert lines[0].startswith("Speed was not judged: here 28 products of the artifact emulate FP8 inputs")
+    assert lines[-1].startswith("PASS (exploratory, speed not judged) after")
+    assert "keeps up" not in lines[-1]
+    assert not any(word in line for line in lines for word in ("FAIL", "open"))
+    assert badge_words(verdict) == "pass, speed not judged"
+    page = render_report(verdict)["report.html"].decode()
+    assert "<strong>speed not judged</strong>" in page
+    assert "Speed was not judged" in page and "keeps up" not in page
+    assert "compute capability 8.9" in verdict.to_json()["speed_not_judged"]
 
 
 def _texts(svg: str, kind: str) -> list[str]:
