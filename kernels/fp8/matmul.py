@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import compute_capability
 from ..split_k import ends_last, partials_of, sum_of_splits
 from ..triton_imports import tl, triton
 from .tiles import GROUP, MAX_SPLIT_ROWS, SPLIT_UNIT, Tile, splits_of, tile_for
@@ -33,6 +34,7 @@ class Form(NamedTuple):
 
     split_k: K is split; sequential: one CTA takes all splits; even_k: K is whole steps of `bk` columns
     blocks: a row has a scale for every 128 columns; evict: Triton's policy for weights
+    pdl: launched before the kernel that rounds x ends
     """
 
     split_k: bool
@@ -43,6 +45,7 @@ class Form(NamedTuple):
     bm: int
     bn: int
     bk: int
+    pdl: bool
 
 
 @triton.jit
@@ -102,6 +105,8 @@ def fp8_kernel(
     w_scales = w_scale + row
     y_at = y + m[None, :] * N + n[:, None]
     in_y = (n < N)[:, None] & in_x
+    if FORM.pdl:
+        tl.extra.cuda.gdc_wait()
     if FORM.sequential:
         total = tl.zeros([BN, BM], tl.float32)
         for index in range(splits):
@@ -149,6 +154,7 @@ def matmul(
     tiles_m, tiles_n = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
     scratch = tiles_m * tiles_n * tile.bm * tile.bn * splits if own > 1 else 1
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
+    pdl = compute_capability(x.device) >= (9, 0)
     form = Form(
         split_k=splits > 1,
         sequential=sequential,
@@ -158,9 +164,10 @@ def matmul(
         bm=tile.bm,
         bn=tile.bn,
         bk=bk,
+        pdl=pdl,
     )
     fp8_kernel[(tiles_m * tiles_n, own)](
         x, x_scale, weight, w_scale, y, partials, semaphores, m, n, k, tiles_m, splits, form,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return y

@@ -11,6 +11,7 @@ M K of them in L2 if x was just written.
 import torch
 from torch import Tensor
 
+from ..device import compute_capability
 from ..triton_imports import tl, triton
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -37,8 +38,11 @@ def _scale(largest):
 
 
 @triton.jit
-def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr):
+def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A CTA for each row, with one scale."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], tl.float32)
     for first in range(0, K, BLOCK):
@@ -54,8 +58,13 @@ def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def round_groups_kernel(x, codes, scales, M, groups, ROWS: tl.constexpr, GROUP: tl.constexpr):
+def round_groups_kernel(
+    x, codes, scales, M, groups, ROWS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
     """A CTA for so many consecutive groups, of which a row of x has `groups`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = (group < M * groups)[:, None]
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -76,11 +85,14 @@ def round_rows(x: Tensor, in_groups: bool = False) -> tuple[Tensor, Tensor]:
     scales = torch.empty(groups, m, dtype=torch.float32, device=x.device)
     if m == 0:
         return codes, scales
+    pdl = compute_capability(x.device) >= (9, 0)
     if in_groups:
         ctas = triton.cdiv(m * groups, GROUPS_AT_ONCE)
-        round_groups_kernel[(ctas,)](x, codes, scales, m, groups, GROUPS_AT_ONCE, GROUP, num_warps=8)
+        round_groups_kernel[(ctas,)](
+            x, codes, scales, m, groups, GROUPS_AT_ONCE, GROUP, pdl, num_warps=8, launch_pdl=pdl
+        )
     else:
         block = min(MOST_AT_ONCE, triton.next_power_of_2(k))
         warps = max(1, block // (256 if m <= FEW_ROWS else 512))
-        round_rows_kernel[(m,)](x, codes, scales, k, block, num_warps=warps)
+        round_rows_kernel[(m,)](x, codes, scales, k, block, pdl, num_warps=warps, launch_pdl=pdl)
     return codes, scales
