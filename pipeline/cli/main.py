@@ -76,7 +76,7 @@ def main() -> None:
     \b
     Examples:
         pipeline doctor
-        pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
+        pipeline release Qwen/Qwen3-8B --recipe int4-symmetric --to ORG/Qwen3-8B-INT4
         pipeline validate work/Qwen3-8B-INT4 --quiet
 
     `pipeline COMMAND --help` shows a command's options and examples. The options here may also follow

@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ...base.errors import UserError
 from ...base.option_fields import flag, help_of, kind_of, name_of, options_of, parse
+from ..quantization.options import DEFAULT_RECIPE
 
 F = TypeVar("F", bound=Callable[..., Any])
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -69,7 +70,7 @@ class RecipeWord(click.ParamType):
 recipe_option = click.option(
     "--recipe",
     type=RecipeWord(),
-    default="int4-hqq",
+    default=DEFAULT_RECIPE,
     show_default=True,
     help="A shipped recipe's name, or a YAML file.",
 )

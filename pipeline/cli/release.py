@@ -61,8 +61,8 @@ def command(
 
     \b
     Examples:
-        pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4
-        pipeline release Qwen/Qwen3-8B --recipe int4-hqq --to ORG/Qwen3-8B-INT4 --dry-run
+        pipeline release Qwen/Qwen3-8B --recipe int4-symmetric --to ORG/Qwen3-8B-INT4
+        pipeline release Qwen/Qwen3-8B --recipe int4-symmetric --to ORG/Qwen3-8B-INT4 --dry-run
         pipeline release Qwen/Qwen3-8B --recipe nvfp4 --rival iq2-xxs --to ORG/Qwen3-8B-NVFP4
         pipeline release Qwen/Qwen3-8B --recipe kvarn-k4v2 --to ORG/Qwen3-8B-KVarN
         pipeline release Qwen/Qwen3-32B --devices all --to ORG/Qwen3-32B-INT4

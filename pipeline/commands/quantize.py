@@ -37,7 +37,7 @@ from ..quantization.job_calibration import (
     calibration_result,
     calibration_sequences,
 )
-from ..quantization.options import BudgetOptions, QuantizeOptions
+from ..quantization.options import DEFAULT_RECIPE, BudgetOptions, QuantizeOptions
 from ..quantization.shards.ranks import Ranks, join_ranks, local_device
 from ..quantization.shards.shared_tensors import find_shared_tensors
 from ..quantization.shards.tasks import WeightTask
@@ -76,7 +76,7 @@ LEFT_OUT_SHOWN = 10
 @takes(QuantizeOptions, BudgetOptions)
 def quantize(
     model: str | Path,
-    recipe: str | Path | Recipe = "int4-hqq",
+    recipe: str | Path | Recipe = DEFAULT_RECIPE,
     out: str | Path = "artifact",
     *,
     device: str | torch.device | None = None,
@@ -134,7 +134,7 @@ def quantize(
 @takes(QuantizeOptions, BudgetOptions)
 def preview(
     model: str | Path,
-    recipe: str | Path | Recipe = "int4-hqq",
+    recipe: str | Path | Recipe = DEFAULT_RECIPE,
     out: str | Path = "artifact",
     *,
     device: str | torch.device | None = None,

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from ...base.option_fields import check_options, option
 
+DEFAULT_RECIPE = "int4-symmetric"
+"""Every reader that a card names loads it: transformers from 5.23 on loads no zero points."""
+
 
 # The registry brings torch along, which takes seconds: it is imported when a choice is looked at.
 def _exports() -> Iterable[str]:

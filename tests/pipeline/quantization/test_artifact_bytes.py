@@ -9,6 +9,7 @@ from scalegate.pipeline.commands.quantize import MAX_SHARD_BYTES, quantize
 pytestmark = pytest.mark.numeric
 
 SHIPPED = {
+    "int4-symmetric": "db906e13cfab7d29b8147868362c57c5c07b5ca6f147b31118cd1ee8a756bbf5",
     "int4-hqq": "cf1ef835b498fed6c18115fdb29f8f903546dabc66a861fe704e17781565edf3",
     "int4-hqq-g64": "6dd1f8655f4a4bb8f57dbefa6db7a99e0aa3fe63b9746f2239fb0f5517a50dff",
     "int4-hqq-g32": "36b7cbed4d2f88619be1f8811bf6cd5828c01d580a301941a567a5d91c94c28d",
