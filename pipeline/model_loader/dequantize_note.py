@@ -1,7 +1,7 @@
 """Notices that quantized layers are served rightly but slowly.
 
 They are dequantized anew for every product if every other layout refuses a format, a dtype or a device; and
-formats that round inputs are emulated, since no layout multiplies rounded inputs by themselves yet.
+formats that round inputs are emulated if no layout multiplies rounded inputs by themselves on a device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,8 @@ import torch
 
 from ...layouts.choosing.choose import default_layout
 from ...layouts.formats.input_format import dynamic_input
-from ...layouts.packing.layout import Problem
+from ...layouts.packing.all_layouts import LAYOUTS
+from ...layouts.packing.layout import Problem, emulates_inputs
 
 DEQUANTIZE = "dequantize"
 """The end of the names of layouts that dequantize a weight for every product."""
@@ -39,9 +40,17 @@ def dequantized_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]
     )
 
 
-def emulation_note(problems: Mapping[str, Problem]) -> str | None:
-    """One sentence on the products whose inputs are rounded dynamically; None if there are none."""
-    emulated = [problem for problem in problems.values() if dynamic_input(problem.spec) is not None]
+def emulation_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> str | None:
+    """One sentence on the products that emulate a format of inputs; None if there are none.
+
+    problems: the problem of each product, by the product's name in serving
+    layouts:  the layout of each product
+    """
+    emulated = [
+        problems[name]
+        for name, layout in layouts.items()
+        if dynamic_input(problems[name].spec) is not None and emulates_inputs(LAYOUTS[layout])
+    ]
     if not emulated:
         return None
     first = emulated[0]

@@ -80,7 +80,7 @@ def load_model(
         logger.debug(f"{checkpoint.source}: {count} products in layout {name}")
     # Whoever names a layout needs no notice about it.
     notes = [dequantized_note(loader.problems, loader.layouts) if layout is None else None]
-    notes.append(emulation_note(loader.problems))
+    notes.append(emulation_note(loader.problems, loader.layouts))
     for note in notes:
         if progress and note is not None:
             logger.warning(note)

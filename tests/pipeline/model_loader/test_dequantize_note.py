@@ -1,5 +1,7 @@
 """What is served by dequantizing at every step is said, with what would help."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scalegate.layouts.choosing.choose import default_layout
@@ -29,6 +31,8 @@ def test_the_format_is_called_by_its_own_name():
 
 def test_what_is_emulated_is_said_with_what_that_is_worth():
     plain = Problem(NVFP4(), 256, 256, torch.bfloat16, CPU)
-    assert emulation_note({"up": plain}) is None
-    note = emulation_note({"up": plain, "down": Problem(FP8(), 256, 256, torch.bfloat16, CPU)})
+    fp8 = replace(plain, spec=FP8())
+    assert emulation_note({"up": plain}, {"up": "cpu_dequantized"}) is None
+    assert emulation_note({"up": fp8}, {"up": "fp8_scaled"}) is None
+    note = emulation_note({"up": plain, "down": fp8}, {"up": "cpu_dequantized", "down": "cpu_emulated"})
     assert note is not None and "1 of 2 quantized products (FP8" in note and "in 32 bits" in note
