@@ -8,8 +8,8 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Input
 from scalegate.layouts.modules.emulated_inputs import emulated_inputs
 from scalegate.layouts.modules.linear import QuantizedLinear
-from scalegate.layouts.packing import layout as contract
 from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.layout import emulates_inputs
 from torch import nn
 
 FP8_INPUTS = (PER_TOKEN.label, PER_TOKEN.hardware)
@@ -37,8 +37,5 @@ def test_formats_that_leave_inputs_alone_emulate_nothing(spec) -> None:
 
 
 def test_a_layout_that_multiplies_rounded_inputs_itself_emulates_nothing() -> None:
-    class Multiplies:
-        rounds_inputs = True
-
-    assert not contract.emulates_inputs(Multiplies())
-    assert contract.emulates_inputs(LAYOUTS["emulated"])
+    assert not emulates_inputs(LAYOUTS["fp8_scaled"])
+    assert emulates_inputs(LAYOUTS["emulated"])
