@@ -36,7 +36,7 @@ def require_inside(name: object, where: str) -> str:
     reason = name_refusal(name)
     if reason is not None:
         raise UserError(
-            f"{where} names the file {_shown(name)}, which cannot be one of this folder's: {reason}. "
+            f"{where} names the file {_shown(name)}, which cannot be a file of this folder: {reason}. "
             "Nothing was touched; use a copy of the folder from someone you trust"
         )
     return str(name)

@@ -240,7 +240,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
         raise UserError(
             f"unknown architecture {model_type!r} in {path}: transformers {transformers.__version__} has no "
-            "such model type. A newer transformers may have it; models with code of their own are not loaded."
+            "such model type. A newer transformers may know it; models with code of their own are not loaded."
         )
     return config
 

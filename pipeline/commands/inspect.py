@@ -96,7 +96,9 @@ def inspect(model: str | Path, revision: str | None = None, signers: str | Path 
         if not changed:
             raise
         lines = "\n  ".join(changed[:10])
-        raise UserError(f"{error.message}\n{folder} is not what was quantized:\n  {lines}") from error
+        raise UserError(
+            f"{error.message}\nthe files of {folder} are not the quantized ones:\n  {lines}"
+        ) from error
     convention = convention_of(checkpoint)
     stored = stored_weights(checkpoint)
     # Imports transformers, which publishing and verifying do without.

@@ -173,7 +173,7 @@ def _unchanged_manifest(checkpoint: Checkpoint) -> Artifact | None:
     changed = manifest.changed_files(checkpoint.folder)
     if changed:
         raise UserError(
-            f"{checkpoint.folder} is not what was quantized:\n  "
+            f"the files of {checkpoint.folder} are not the quantized ones:\n  "
             + "\n  ".join(changed[:10])
             + "\nRestore these files, or quantize again."
         )

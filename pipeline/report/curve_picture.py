@@ -231,9 +231,7 @@ def _label(mark: Mark, kind: str, scale: Scale) -> str:
 
 
 def _mark(x: float, y: float, status: str, kind: str, size: float) -> str:
-    """A dot for a pass, a cross for a fail, an open circle otherwise: they can be told apart without
-    colour.
-    """
+    """A dot for a pass, a cross for a fail, an open circle otherwise: marks that differ without colour."""
     if status == "fail":
         low, high, span = f"{x - size:g}", f"{y - size:g}", f"{2 * size:g}"
         return (

@@ -84,8 +84,8 @@ class ValidateOptions:
     )
     rival: str | None = option(
         None,
-        "A checkpoint that the artifact must be faster than; `release` also takes a recipe and makes one "
-        "by it.",
+        "A checkpoint that the artifact must be faster than; `release` also accepts a recipe, and makes the "
+        "checkpoint with it.",
         metavar="MODEL",
         unless_given="the one that the recipe names, if any",
     )

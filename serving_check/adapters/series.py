@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Series:
     """The series of `/metrics` that holds each figure; None if an engine has none.
 
-    Counters are named as they are read, `_total` included.
+    Names of counters include the ending `_total`.
     """
 
     running: str | None = None

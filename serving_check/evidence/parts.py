@@ -34,9 +34,9 @@ class PartsApart:
 def parts_apart(level: MeasuredM, workload: WorkloadSettings) -> PartsApart:
     """Prompts if they take a large share of the baseline's time; decoding unless its share is small.
 
-    Prompts only at given Ms: their speed depends on their length, and prompts at drawn Ms are short. If the
-    baseline shows no decoding, it is not judged when prompts take little time, at a drawn M, or when answers
-    are too short. Elsewhere it stays undecided.
+    Prompts are judged only at given Ms: their speed depends on their length, and prompts at drawn Ms are
+    short. Suppose that the baseline shows no decoding. If prompts take little time, M was drawn, or answers
+    are too short, decoding is then not judged. Otherwise it stays undecided.
     """
     share = prompt_share(level)
     if share is None:

@@ -87,7 +87,7 @@ def test_an_artifact_that_no_longer_opens_names_the_changed_file(foreign):
     with_manifest(foreign)
     path = foreign / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"is not what was quantized:\n  model\.safetensors: \d+ bytes"):
+    with pytest.raises(UserError, match=r"are not the quantized ones:\n  model\.safetensors: \d+ bytes"):
         inspect(foreign)
 
 
