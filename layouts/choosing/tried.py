@@ -19,8 +19,8 @@ MARKS: dict[Tried | None, str] = {"compiled only": "†", "run through translati
 
 @runtime_checkable
 class OwnKernel(Protocol):
-    """A layout whose kernel is ours. A test compiles all that are offered on compute capability 8.0, 8.6 and
-    8.9; none does for 10.0 and 12.0 yet."""
+    """A layout whose kernel is ours. A test compiles all that are offered on compute capability 8.0, 8.6,
+    8.9, 9.0, 10.0, 12.0 and 12.1."""
 
     @property
     def run_on(self) -> tuple[tuple[int, int], ...]:
