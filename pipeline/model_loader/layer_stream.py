@@ -71,6 +71,7 @@ class LayerStream:
                 self._place(assignment)
         hidden = self.model.config.get_text_config().hidden_size
         self._spill, self._shape = spill, (*sequences.shape, hidden)
+        self._as_output = self._form_of_outputs()
         self.states = self.empty_states()
         first = next(iter(self.layers))
         for start in self.starts():
@@ -185,6 +186,25 @@ class LayerStream:
         whole = HiddenStates(shape, self.model.dtype, self._spill, self.device, for_variants=True)
         return [StatesPart(whole, index * each, each) for index in range(count)]
 
+    def _form_of_outputs(self) -> Callable[[Tensor], Any]:
+        """The form in which the model expects a layer's output: hidden states, or those and something else,
+        as in Bamba and Falcon-H1. UserError if it is neither.
+        """
+        first, why = next(iter(self.layers)), ""
+        for form in OUTPUT_FORMS:
+            self._as_output = form
+            try:
+                output = self._through(0, first, lambda hidden, *_, **__: hidden)[1]
+            except Exception as error:
+                why = why or f": {type(error).__name__}: {error}"
+                continue
+            if output.ndim == 3 and len(output) == min(self._at_once, len(self.sequences)):
+                return form
+        raise UserError(
+            f"{self.checkpoint.source}: the layers of {type(self.model).__name__} cannot be calibrated one "
+            f"by one; use a recipe that reads no text{why}"
+        )
+
     def _through(self, start: int, name: str, forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         """The output of `forward` in place of layer `name`, and the decoder's output as if it were the last
         layer.
@@ -193,19 +213,33 @@ class LayerStream:
 
         def taken(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
-            found.append(output if isinstance(output, Tensor) else output[0])
-            return output
+            if not isinstance(output, Tensor):
+                found.append(output[0])
+                return output
+            found.append(output)
+            return self._as_output(output)
+
+        def passed(hidden: Tensor, *_: Any, **__: Any) -> Any:
+            return self._as_output(hidden)
 
         for other, layer in self.layers.items():
-            layer.forward = taken if other == name else _passed  # type: ignore[method-assign, assignment]
+            layer.forward = taken if other == name else passed  # type: ignore[method-assign]
         ids = self.sequences[start : start + self._at_once].to(self.device)
         with self.rounding or nullcontext():
             output = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
         return found[0], output
 
 
-def _passed(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+def _alone(hidden: Tensor) -> Tensor:
     return hidden
+
+
+def _first_of_two(hidden: Tensor) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+OUTPUT_FORMS: tuple[Callable[[Tensor], Any], ...] = (_alone, _first_of_two)
+"""What a model may expect of a layer, made from its hidden states."""
 
 
 def _decoder_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, nn.Module]:
