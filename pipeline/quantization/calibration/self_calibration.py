@@ -26,7 +26,7 @@ from ....base.progress import progress_bar
 from ....serving_check.engine.kv_pool import free_memory
 from ...checkpoints.checkpoint import Checkpoint
 from ...machine.malloc_trim import return_freed_memory
-from ...model_loader.attention_shapes import attention_layers_of
+from ...model_loader.attention_shapes import served_layers_of
 from ...model_loader.load_model import load_model
 from .graph_sampler import GraphSampler, chosen
 from .rounded_weights import rounded_weights
@@ -94,14 +94,15 @@ def sample_sequences(
 
 
 def sequences_at_once(checkpoint: Checkpoint, tokens: int, device: torch.device) -> int:
-    """The number of sequences of `tokens` that are generated side by side: limited by memory for keys and
-    values.
+    """The number of sequences of `tokens` that are generated side by side: limited by memory for keys, values
+    and states.
     """
-    shapes = [layer.shape for layer in attention_layers_of(checkpoint, None, device).values()]
+    layers = served_layers_of(checkpoint, None, device)
+    shapes = [layer.shape for layer in layers.attention.values()]
     of_a_token = sum(
         shape.heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize for shape in shapes
     )
-    return max(1, min(AT_ONCE, KV_BYTES[device.type] // (of_a_token * tokens)))
+    return max(1, min(AT_ONCE, KV_BYTES[device.type] // (of_a_token * tokens + layers.state_bytes)))
 
 
 def _writes_as_it_is(checkpoint: Checkpoint, device: torch.device) -> bool:

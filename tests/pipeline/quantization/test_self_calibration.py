@@ -16,7 +16,7 @@ from scalegate.pipeline.quantization.calibration.self_calibration import (
     sample_sequences,
     sequences_at_once,
 )
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 COUNT, LENGTH = 6, 24
 
@@ -99,6 +99,18 @@ def test_a_model_too_large_in_16_bits_writes_with_its_linears_in_int4(
     nats = -chances.gather(-1, drawn[0][:, 1:, None]).mean()
     # What a model writes is as likely to it as its entropy says; tokens at random are far from that.
     assert nats < 0.6 * math.log(chances.shape[-1])
+
+
+def test_states_of_sequences_drawn_side_by_side_are_bounded(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}
+    config = AutoConfig.for_model("mamba2", **sizes, num_hidden_layers=1, vocab_size=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    checkpoint, device = open_checkpoint(tmp_path), torch.device("cpu")
+    assert sequences_at_once(checkpoint, 512, device) == AT_ONCE
+    # A matrix for each head, and the last 3 inputs of the channels that the convolution takes.
+    of_one = 4 * (8 * 16 * 16 + 3 * (8 * 16 + 2 * 2 * 16))
+    monkeypatch.setitem(self_calibration.KV_BYTES, "cpu", 3 * of_one)
+    assert sequences_at_once(checkpoint, 512, device) == 3
 
 
 def test_keys_and_values_of_sequences_drawn_side_by_side_are_bounded(example_checkpoint, monkeypatch):
