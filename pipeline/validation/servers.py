@@ -202,7 +202,7 @@ def sides_of(
 ) -> list[Side]:
     """The servers with their places. UserError if these are GPUs of different kinds.
 
-    wanted: name, engine, checkpoint and options of each
+    wanted: the name, engine, checkpoint and options of each server
     """
     device = torch.device(wanted[0][3].device)
     if device.type != "cuda" or placement.on_a_cluster:

@@ -150,7 +150,7 @@ def _origin(measured: Sequence[MeasuredM]) -> float:
 def _stalls(
     level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
-    """The longest stall of each of `repeats`, which belong to one side, if it has any."""
+    """The longest stall of each repeat that has any. All `repeats` belong to one side."""
     origin, least = _origin(measured), _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):

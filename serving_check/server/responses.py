@@ -28,7 +28,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def choice_event(head: str, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-    """`event` of a chunk with one choice; `head` is the beginning of all chunks of a stream, encoded once."""
+    """The event of a chunk with one choice. head: the beginning of all chunks of a stream, encoded once"""
     rest = "".join(f",{ENCODE(key)}:{ENCODE(value)}" for key, value in more.items())
     return f'data: {head[:-1]},"choices":[{ENCODE(choice)}]{rest}}}\n\n'.encode()
 
