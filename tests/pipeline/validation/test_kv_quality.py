@@ -16,7 +16,7 @@ from scalegate.serving_check.settings import WorkloadSettings
 
 def figures(folder: Path, text: Path, kv_cache_dtype: str):
     checkpoint = open_checkpoint(folder)
-    held_out = read_held_out(text, checkpoint, checkpoint, 1024)
+    held_out = read_held_out(text, checkpoint, checkpoint, 512)
     engine = EngineOptions(device="cpu", dtype="float32", kv_cache_dtype=kv_cache_dtype)
     options = LoadOptions(engine, engine.dtype, progress=False)
     return figures_of(load_models(checkpoint, checkpoint, options), held_out, options).comparison

@@ -154,7 +154,7 @@ def drifted_in_company(engine: Engine, everyone: list[Request]) -> dict[str, int
 )
 def test_no_company_changes_a_bit_unless_tuned(kind: str, dtype: torch.dtype):
     model = model_of(kind, dtype)
-    everyone = [A, *company(24, 3, 60)]
+    everyone = [A, *company(12, 3, 60)]
     found = {}
     for mode in ("tuned", "pin", "per-token"):
         with products_of(mode):
