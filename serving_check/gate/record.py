@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
+from ...base.installed import installed_version
 from ...base.untrusted_files import read_json_object
-from ..evidence.environment import package_versions
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.verdict import SCHEMA_VERSION, Verdict
 from ..settings import WorkloadSettings
@@ -104,14 +104,13 @@ def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
         changed = sorted(set(names) ^ set(again)) or names
         return [f"its checks are not the gate's: {', '.join(changed)}"]
     problems = []
+    is_same_version = _same_version(verdict)
     for recorded, check in zip(verdict.checks, found.checks, strict=True):
         if recorded.status != check.status:
             problems.append(f"{check.name} says {recorded.status}, its figures say {check.status}")
         elif not _same(dict(recorded.figures), dict(check.figures)):
             problems.append(f"the figures of {check.name} are not those that were measured")
-        elif _same_version(verdict) and any(
-            getattr(recorded, word) != getattr(check, word) for word in WORDS
-        ):
+        elif is_same_version and any(getattr(recorded, word) != getattr(check, word) for word in WORDS):
             problems.append(f"the words of {check.name} are not those of its figures")
     return problems
 
@@ -150,7 +149,7 @@ def _of_the_claim(verdict: Verdict) -> list[str]:
 
 
 def _same_version(verdict: Verdict) -> bool:
-    return verdict.environment.versions.get("scalegate") == package_versions().get("scalegate")
+    return verdict.environment.versions.get("scalegate") == installed_version("scalegate")
 
 
 def _as_asked(repeat: Repeat, m: int, workload: WorkloadSettings) -> bool:
