@@ -16,10 +16,16 @@ def checkpoint(example_checkpoint: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def passed_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """To be copied: its verdict takes long to judge."""
+    return make_artifact(tmp_path_factory.mktemp("passed") / "artifact")
+
+
 @pytest.fixture
-def artifact(tmp_path: Path) -> Path:
+def artifact(passed_artifact: Path, tmp_path: Path) -> Path:
     """A small artifact that has passed its gate."""
-    return make_artifact(tmp_path / "artifact")
+    return shutil.copytree(passed_artifact, tmp_path / "artifact")
 
 
 @pytest.fixture

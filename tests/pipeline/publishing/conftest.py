@@ -1,6 +1,7 @@
 """A fake Hub, a small artifact that has passed, and a way to run the real command against the two."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,15 @@ def hub():
         yield hub
 
 
+@pytest.fixture(scope="session")
+def passed_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """To be copied: its verdict takes long to judge."""
+    return make_artifact(tmp_path_factory.mktemp("passed") / "artifact")
+
+
 @pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    return make_artifact(tmp_path / "artifact")
+def artifact(passed_artifact: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(passed_artifact, tmp_path / "artifact")
 
 
 class Pipeline:
