@@ -134,7 +134,7 @@ class EngineClient:
             self._process.join(JOIN_SECONDS)
             raise UserError(
                 f"the engine's process ended with status {self._process.exitcode} while loading the model; "
-                "the system killed it, probably because memory ran out: lower --kv-cache-tokens"
+                "if the system killed it, memory probably ran out: lower --kv-cache-tokens"
             ) from None
         if isinstance(message, EngineFailure):
             self._process.join(JOIN_SECONDS)
