@@ -26,7 +26,7 @@ from ...serving_check.engine.options import UNQUANTIZED
 from ...serving_check.evidence.answer_figures import ServedText
 from ...serving_check.evidence.evidence import ModelFigures, TextScore
 from ...serving_check.evidence.in_use import AnswerInUse
-from ...serving_check.evidence.served_in_use import ServedInUse
+from ...serving_check.evidence.served_in_use import ServedInUse, TopLogprobs
 from ...serving_check.quality import (
     Comparison,
     below_best,
@@ -37,6 +37,7 @@ from ...serving_check.quality import (
     greedy_gaps,
     log_probabilities,
 )
+from ...serving_check.workload.use_plan import Adjustments
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype
@@ -158,14 +159,14 @@ class TextScorer:
 
     def _answer_in_use(self, served: ServedInUse, logits: Tensor) -> AnswerInUse:
         """The scored answer. logits: the artifact's logits [tokens, V]"""
-        logits = _of_allowed(logits, served)
+        logits = _as_asked(logits, served)
         draws, baseline_off = None, 0
         if served.kind == "sampled":
-            name = f"{served.seed} {served.prompt}"
+            name = f"{served.seed} {served.choice} {served.prompt}"
             draws = draws_of(logits, served.tokens, served.temperature, name)
         else:
             [baseline] = _logits_of(self._baseline, [served])
-            baseline_off = tokens_off(below_best(_of_allowed(baseline, served), served.tokens))
+            baseline_off = tokens_off(below_best(_as_asked(baseline, served), served.tokens))
         errors = None
         if served.logprobs is not None:
             errors = logprob_errors(served.logprobs, log_probabilities(logits, served.tokens))
@@ -180,7 +181,9 @@ class TextScorer:
             beginning=served.text[:SHOWN_CHARACTERS],
             draws=draws,
             logprob_errors=errors,
+            alternatives_error=alternatives_error(served.alternatives, logits),
             repeats_other_seed=served.repeats_other_seed,
+            choice=served.choice,
         )
 
 
@@ -193,6 +196,29 @@ def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> t
     return fmean(errors), max(errors)
 
 
+def alternatives_error(told: Sequence[TopLogprobs], logits: Tensor) -> float | None:
+    """The mean difference in nats of the told log-probabilities of the most likely tokens; None without any.
+
+    Each is compared with that of the token that it is said to be of, and with the one of its rank. The larger
+    difference counts: tokens may be wrong with their own log-probabilities, or right with others'.
+
+    logits: [tokens, V]
+    """
+    if not told:
+        return None
+    expected = logits.double().log_softmax(-1)
+    errors = []
+    whole = max(map(len, told), default=0)
+    for row, alternatives in zip(expected, told, strict=False):
+        ranked = row.topk(whole).values.tolist()
+        for (token, logprob), of_rank in zip(alternatives, ranked, strict=False):
+            # Where some have one text, and so are told as one, ranks are not known.
+            likely = [of_rank] if len(alternatives) == whole else []
+            likely += [] if token is None else [row[token].item()]
+            errors += [max(abs(logprob - own) for own in likely)] if likely else []
+    return fmean(errors) if errors else None
+
+
 def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
     """The logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
     together, because they are read token by token.
@@ -203,11 +229,26 @@ def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tens
     return (continuation_logits(model, *text) for text in texts)
 
 
-def _of_allowed(logits: Tensor, served: ServedInUse) -> Tensor:
-    """The logits in fp32, without the token that could not be chosen."""
-    if served.end_token is None:
-        return logits.float()
-    return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
+def _as_asked(logits: Tensor, served: ServedInUse) -> Tensor:
+    """The logits in fp32, without a token that could not be chosen, and with the penalties and the bias."""
+    if served.end_token is not None:
+        return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
+    if served.adjustments is not None:
+        return _adjusted(logits.float().clone(), served.tokens, served.adjustments)
+    return logits.float()
+
+
+def _adjusted(logits: Tensor, tokens: Sequence[int], adjustments: Adjustments) -> Tensor:
+    """Changes `logits` [tokens, V]: each row by the tokens before it."""
+    for token, bias in adjustments.bias:
+        logits[:, token] += bias
+    seen: set[int] = set()
+    for position, token in enumerate(tokens, 1):
+        logits[position:, token] -= adjustments.frequency_penalty
+        if token not in seen:
+            logits[position:, token] -= adjustments.presence_penalty
+        seen.add(token)
+    return logits
 
 
 def scorer_of(models: Models, options: LoadOptions, longest: int) -> TextScorer:

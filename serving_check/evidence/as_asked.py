@@ -5,13 +5,18 @@ Not for how likely its tokens are, which takes the models' logits.
 
 from collections.abc import Iterator, Sequence
 
-from ..workload.answers import Answer
-from ..workload.open_loop import OpenLoopResult
+from ..workload.answers import Alternatives, Answer
+from ..workload.open_loop import LOGPROBS, OpenLoopResult
 from ..workload.spec import RequestRecord
 from ..workload.use_plan import PlannedRequest
 from .answer_figures import TokenText, bare
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LEAST_WITH_ALTERNATIVES = 0.5
+"""Share of the tokens that must have as many alternatives as were asked for."""
+MOST_TIED = 0.1
+"""Share of the tokens that may not be among their alternatives: of several with one logit, or with one text,
+a server may tell others."""
 BEGINNING = 4
 """How many tokens, or characters, of two answers with one seed are compared. Other requests in the batch
 change how a request's logits are rounded, by about 0.01 nats in bfloat16, so at most 1 of 100 tokens is drawn
@@ -66,6 +71,9 @@ def _of_head(record: RequestRecord, answer: Answer, model: str | None) -> Iterat
 def _problems(
     planned: PlannedRequest, record: RequestRecord, answer: Answer, tokenizer: TokenText
 ) -> Iterator[str]:
+    if planned.choices > 1:
+        yield from _of_choices(planned, record, tokenizer)
+        return
     tokens = _tokens(planned, answer)
     written = None if tokens is None else tokenizer.decode(tokens)
     yield from _of_prompt(planned, record, answer)
@@ -84,6 +92,25 @@ def _problems(
             written = written.partition(planned.stop)[0]
         if not _is_text_of(written, answer.text):
             yield "its text is not that of its tokens"
+
+
+def _of_choices(planned: PlannedRequest, record: RequestRecord, tokenizer: TokenText) -> Iterator[str]:
+    """Of several answers to one request."""
+    assert record.answer is not None
+    answers = (record.answer, *record.other_choices)
+    yield from _of_prompt(planned, record, record.answer)
+    ended = sum(answer.finish_reason == "length" for answer in answers)
+    if ended < planned.choices:
+        yield f"{ended} of {planned.choices} choices have an end"
+    lengths = [len(answer.token_ids) for answer in answers if answer.token_ids is not None]
+    if any(length != planned.output_len for length in lengths):
+        told = ", ".join(map(str, lengths))
+        yield f"its choices have {told} tokens, {planned.output_len} were asked for of each"
+    texts = [
+        (tokenizer.decode(answer.token_ids), answer) for answer in answers if answer.token_ids is not None
+    ]
+    if not all(answer.is_parsed or _is_text_of(written, answer.text) for written, answer in texts):
+        yield "the text of a choice is not that of its tokens"
 
 
 def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
@@ -154,3 +181,23 @@ def _of_logprobs(record: RequestRecord, answer: Answer) -> Iterator[str]:
     elif len(answer.logprobs) != record.output_tokens or None in answer.logprobs:
         told = sum(logprob is not None for logprob in answer.logprobs)
         yield f"it has log-probabilities of {told} of {record.output_tokens} tokens"
+    else:
+        yield from _of_alternatives(answer.logprobs, answer.alternatives or ())
+
+
+def _of_alternatives(logprobs: Sequence[float | None], alternatives: Sequence[Alternatives]) -> Iterator[str]:
+    """Of greedy tokens, each of which is among the most likely ones."""
+    enough = sum(len(told.logprobs) >= LOGPROBS for told in alternatives)
+    # Those whose texts are equal are told as one.
+    if enough < LEAST_WITH_ALTERNATIVES * len(logprobs):
+        yield f"{LOGPROBS} alternatives are told at {enough} of {len(logprobs)} tokens"
+        return
+    other = sum(
+        told.chosen is not None and told.logprobs.get(told.chosen) != logprob
+        for told, logprob in zip(alternatives, logprobs, strict=False)
+    )
+    if other > MOST_TIED * len(logprobs):
+        yield (
+            f"{other} of {len(logprobs)} tokens are not among their alternatives, or with another "
+            "log-probability"
+        )

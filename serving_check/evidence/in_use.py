@@ -169,9 +169,14 @@ class AnswerInUse:
     logprob_errors: tuple[float, float] | None = None
     """The mean and the largest error of the reported log-probabilities, in nats; null if none were
     requested."""
+    alternatives_error: float | None = None
+    """The mean error of the log-probabilities reported for the most likely tokens, in nats; null if none were
+    requested."""
     repeats_other_seed: bool | None = None
-    """Whether a sampled answer equals an earlier one to the same prompt with another seed; null if there is
-    none."""
+    """Whether a sampled answer equals an earlier one to the same prompt with another seed, or an earlier one
+    of several choices; null if there is none."""
+    choice: int | None = None
+    """Its index among several answers to one request; null where one was asked for."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from statistics import fmean
 from ..workload.answers import Answer
 from ..workload.open_loop import OpenLoopResult
 from ..workload.spec import RequestRecord
-from ..workload.use_plan import Kind, PlannedRequest
+from ..workload.use_plan import Adjustments, Kind, PlannedRequest
 from .answer_figures import TokenText
+from .as_asked import REPLACEMENT
 
 GREEDY_ANSWERS = 40
 """How many greedy answers are chosen; each costs a forward pass of both models."""
@@ -27,11 +28,17 @@ SAMPLED_TOKENS = 2500
 model, 4.6 for a model with v = 1."""
 
 
+TopLogprobs = tuple[tuple[int | None, float], ...]
+"""Tokens and their log-probabilities in nats, the most likely first; None if only its text is known, which
+other tokens have as well."""
+
+
 @dataclass(frozen=True)
 class ServedInUse:
     """One answer of the artifact's server under a load as in use, in the form that is scored."""
 
     kind: Kind
+    """`sampled` of each of several choices."""
     prompt: tuple[int, ...] = field(repr=False)
     tokens: tuple[int, ...] = field(repr=False)
     text: str
@@ -43,11 +50,18 @@ class ServedInUse:
     """Number of other requests whose prompts were read while this one decoded."""
     logprobs: tuple[float | None, ...] | None = None
     """The log-probabilities in nats, as the server reported them; None if it was not asked."""
+    alternatives: tuple[TopLogprobs, ...] = ()
+    """The most likely tokens in the place of each token, as the server reported them; empty if it was not
+    asked."""
     end_token: int | None = None
     """The end-of-sequence token if the request had a least length, so that this token could not be chosen."""
+    adjustments: Adjustments | None = None
+    """The penalties and the bias that its tokens were chosen with."""
     repeats_other_seed: bool | None = None
-    """Whether the answer equals an earlier one to the same prompt with another seed; None if there is
-    none."""
+    """Whether the answer equals an earlier one to the same prompt with another seed, or an earlier choice of
+    the same request; None if there is none."""
+    choice: int | None = None
+    """The index of the answer among several choices of one request; None if only one was requested."""
 
     @property
     def context(self) -> int:
@@ -82,20 +96,55 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
     for request, record in zip(result.requests, result.records, strict=True):
         if request.kind == "aborted" or record.error is not None or record.answer is None:
             continue
-        tokens = _tokens(request, record.answer, tokenizer)
-        if tokens and record.arrivals:
+        kind: Kind = "sampled" if request.choices > 1 else request.kind
+        for index, answer in enumerate((record.answer, *record.other_choices)):
+            tokens = _tokens(request, answer, tokenizer)
+            if not tokens or not record.arrivals:
+                continue
             yield ServedInUse(
-                kind=request.kind,
+                kind=kind,
                 prompt=request.prompt,
                 tokens=tokens,
-                text=record.answer.text,
+                text=answer.text,
                 temperature=request.temperature,
                 seed=request.seed,
                 m=streams.m_of(record),
                 prompts_beside=streams.prompts_beside(record),
-                logprobs=record.answer.logprobs if request.kind == "logprobs" else None,
+                logprobs=answer.logprobs if request.kind == "logprobs" else None,
+                alternatives=_alternatives(answer, tokens, tokenizer),
                 end_token=request.end_token,
+                adjustments=request.adjustments,
+                choice=index if request.choices > 1 else None,
             )
+
+
+def _alternatives(answer: Answer, tokens: Sequence[int], tokenizer: TokenText) -> tuple[TopLogprobs, ...]:
+    """With ids only where the server names tokens as the tokenizer does: most chosen ones are named so."""
+    told = (answer.alternatives or ())[: len(tokens)]
+    named = sum(one.chosen == tokenizer.decode([token]) for one, token in zip(told, tokens, strict=False))
+    ids = _Ids(tokenizer) if named > len(told) / 2 else None
+    return tuple(
+        tuple(
+            (None if ids is None else ids.of(text), logprob)
+            for text, logprob in sorted(one.logprobs.items(), key=lambda item: -item[1])
+        )
+        for one in told
+    )
+
+
+class _Ids:
+    """The token that a text is, if it is one."""
+
+    def __init__(self, tokenizer: TokenText):
+        self._tokenizer = tokenizer
+        self._known: dict[str, int | None] = {}
+
+    def of(self, text: str) -> int | None:
+        if text not in self._known:
+            ids = [] if REPLACEMENT in text else self._tokenizer.encode(text)
+            is_one = len(ids) == 1 and self._tokenizer.decode(ids) == text
+            self._known[text] = ids[0] if is_one else None
+        return self._known[text]
 
 
 def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tuple[int, ...]:
@@ -103,7 +152,7 @@ def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tu
     if answer.token_ids is not None:
         # What ends an answer of a least length was not chosen freely.
         return tuple(answer.token_ids)[: request.min_tokens or None]
-    if request.kind == "sampled" or answer.is_parsed:
+    if request.temperature or answer.is_parsed:
         return ()
     # The last token of a text that was cut, by a stop string or within a character, may be another one.
     return tuple(tokenizer.encode(answer.text))[:-1][: request.min_tokens or None]
@@ -145,7 +194,7 @@ def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
     kept = []
     for answer in sampled:
         earlier = by_prompt.setdefault(answer.prompt, [])
-        if all(other.seed != answer.seed for other in earlier):
+        if all((other.seed, other.choice) != (answer.seed, answer.choice) for other in earlier):
             repeats = any(other.tokens == answer.tokens for other in earlier) if earlier else None
             kept.append(replace(answer, repeats_other_seed=repeats))
             earlier.append(answer)
@@ -174,6 +223,7 @@ def _like(answer: ServedInUse) -> tuple[Hashable, ...]:
         ("m", round(answer.m).bit_length()),
         ("company", answer.prompts_beside > 0),
         ("seeds", answer.repeats_other_seed is not None),
+        ("choices", answer.choice is not None),
     )
 
 

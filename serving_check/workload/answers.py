@@ -6,9 +6,19 @@ Not for timing: the generator notes when each event arrived, and parses no event
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """The most likely tokens in the place of one, as the server told them."""
+
+    chosen: str | None
+    """The text of the chosen token; None if the server does not tell it."""
+    logprobs: Mapping[str, float]
+    """Of each, by its text: those with the same text are one."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,8 @@ class Answer:
     finish_reason: str | None = None
     logprobs: tuple[float | None, ...] | None = None
     """The log-probabilities of the chosen tokens; None if the server reports none."""
+    alternatives: tuple["Alternatives", ...] | None = None
+    """The most likely tokens in the place of each token; None if the server reports none."""
     prompt_token_ids: tuple[int, ...] | None = None
     """The token ids of a chat's prompt; None if the server does not report them."""
     is_parsed: bool = False
@@ -29,15 +41,16 @@ class Answer:
     """The name of the model, as the server told it."""
 
 
-def read_answer(events: Iterable[bytes]) -> Answer:
-    """The first choice of every `data: {...}` event, joined; other events are left out."""
+def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
+    """The choice with that index of every `data: {...}` event, joined; other events are left out."""
     texts: list[str] = []
     token_ids: array[int] | None = None
     finish_reason: str | None = None
     logprobs: list[float | None] | None = None
+    alternatives: list[Alternatives] | None = None
     prompt: tuple[int, ...] | None = None
     is_parsed, model = False, None
-    for event, choice in _choices(events):
+    for event, choice in _choices(events, index):
         delta = choice.get("delta") or {}
         model = event.get("model", model)
         texts.append(choice.get("text") or delta.get("content") or "")
@@ -46,24 +59,39 @@ def read_answer(events: Iterable[bytes]) -> Answer:
             token_ids = token_ids or array("L")
             token_ids.extend(ids)
         finish_reason = choice.get("finish_reason") or finish_reason
-        if (told := (choice.get("logprobs") or {}).get("token_logprobs")) is not None:
-            logprobs = [*(logprobs or ()), *told]
+        told = choice.get("logprobs") or {}
+        if (of_chosen := told.get("token_logprobs")) is not None:
+            logprobs = [*(logprobs or ()), *of_chosen]
+        if (tops := told.get("top_logprobs")) is not None:
+            texts_told = told.get("tokens") or [None] * len(tops)
+            pairs = zip(texts_told, tops, strict=False)
+            alternatives = [*(alternatives or ()), *(Alternatives(text, top or {}) for text, top in pairs)]
         # vLLM has it beside the choice of a chat, and in that of a completion.
         if (ids := event.get("prompt_token_ids") or choice.get("prompt_token_ids")) is not None:
             prompt = tuple(ids)
-    told_logprobs = None if logprobs is None else tuple(logprobs)
-    return Answer("".join(texts), token_ids, finish_reason, told_logprobs, prompt, is_parsed, model)
+    return Answer(
+        text="".join(texts),
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        logprobs=None if logprobs is None else tuple(logprobs),
+        alternatives=None if alternatives is None else tuple(alternatives),
+        prompt_token_ids=prompt,
+        is_parsed=is_parsed,
+        model=model,
+    )
 
 
 PARSED = ("reasoning", "reasoning_content", "tool_calls")
 """Parts of a chat's delta besides its content."""
 
 
-def _choices(events: Iterable[bytes]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every event that has a choice, and the first of them."""
+def _choices(events: Iterable[bytes], index: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every event that has this choice, and the choice."""
     for event in events:
         try:
             parsed = json.loads(event.partition(b"data:")[2])
-            yield parsed, parsed["choices"][0]
-        except (ValueError, KeyError, IndexError, TypeError):
+            choices = [choice for choice in parsed["choices"] if choice.get("index", 0) == index]
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
+        for choice in choices:
+            yield parsed, choice

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
 from .open_loop import body_of
-from .use_plan import Kind, PlannedRequest
+from .use_plan import Adjustments, Kind, PlannedRequest
 
 NO_ROUTE = 404, 405, 501
 PROMPT = (1, 2, 3, 4)
@@ -21,6 +21,8 @@ FIELDS: dict[Kind, str] = {
     "stop": "stop strings",
     "end": "logit_bias or min_tokens",
     "logprobs": "logprobs",
+    "choices": "n with seed, top_k or min_p",
+    "adjusted": "presence_penalty, frequency_penalty or logit_bias",
 }
 """For each kind of request, the field or route that a server does not support if it refuses the kind."""
 
@@ -60,11 +62,13 @@ def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
         prompt=PROMPT,
         output_len=2,
         messages=(("user", "Hello"),) if kind == "chat" else (),
-        temperature=1.0 if kind == "sampled" else 0.0,
+        temperature=1.0 if kind in ("sampled", "choices") else 0.0,
         seed=1,
         stop="stop",
         end_token=end_token,
         min_tokens=1,
+        choices=2 if kind == "choices" else 1,
+        adjustments=Adjustments(1.0, 1.0, ((1, 1.0),)) if kind == "adjusted" else None,
     )
 
 

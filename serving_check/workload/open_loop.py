@@ -78,7 +78,12 @@ async def _run(
         gc.unfreeze()
         after = await read_metrics(session, endpoint)
     records = tuple(
-        replace(record, prompt=planned.prompt, answer=read_answer(events))
+        replace(
+            record,
+            prompt=planned.prompt,
+            answer=read_answer(events),
+            other_choices=tuple(read_answer(events, choice) for choice in range(1, planned.choices)),
+        )
         for planned, (record, events) in zip(requests, sent, strict=True)
     )
     ended = max((record.start + record.e2el for record in records), default=0.0)
@@ -99,9 +104,10 @@ def streamed_request(endpoint: Endpoint, planned: PlannedRequest) -> StreamedReq
     return StreamedRequest(
         endpoint.base_url + planned.route,
         json.dumps(body_of(endpoint, planned)).encode(),
-        None if planned.may_end_early else planned.output_len,
+        None if planned.may_end_early else planned.choices * planned.output_len,
         keeps_events=True,
         abort_after=planned.abort_after,
+        choices=planned.choices,
     )
 
 
@@ -121,15 +127,22 @@ def _prompt_of(planned: PlannedRequest) -> Body:
 
 def _own_fields(planned: PlannedRequest) -> Body:
     """The fields of a request that its kind adds."""
-    if planned.kind == "sampled":
+    if planned.temperature:
+        several = {"n": planned.choices} if planned.choices > 1 else {}
         # Tokens are judged by the model's whole distribution, whatever its maker would leave out of it.
-        return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **several}
     if planned.kind == "stop":
         first, last = NEVER_SAID
         return {"stop": [first, planned.stop, last]}
     if planned.kind == "end":
         bias = {str(planned.end_token): END_BIAS}
         return {"ignore_eos": False, "logit_bias": bias, "min_tokens": planned.min_tokens}
+    if planned.adjustments is not None:
+        return {
+            "presence_penalty": planned.adjustments.presence_penalty,
+            "frequency_penalty": planned.adjustments.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in planned.adjustments.bias},
+        }
     if planned.kind == "logprobs":
         return {"logprobs": LOGPROBS}
     return {}

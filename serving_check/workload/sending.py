@@ -18,6 +18,7 @@ from .spec import RequestRecord
 
 # In JSON a quote inside a string is escaped, so these match keys of the chunk and never its text.
 _HAS_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
+_IS_FIRST = re.compile(rb'"index"\s*:\s*0\b')
 _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _HAS_ERROR = re.compile(rb'"error"\s*:\s*\{')
 _DONE = b"data: [DONE]"
@@ -32,11 +33,14 @@ class StreamedRequest:
     url: str
     body: bytes
     output_len: int | None
-    """How many tokens the answer must have, else it is an error; None if it may end earlier."""
+    """How many tokens the answer must have, or all choices together, else it is an error; None if it may
+    end earlier."""
     keeps_events: bool
     """Whether the stream's events that have a choice are kept."""
     abort_after: int | None = None
     """After how many events with a choice the client closes the connection; None to read to the end."""
+    choices: int = 1
+    """How many answers are requested; if several, the events of the first are timed."""
 
 
 def streamed_body(
@@ -114,7 +118,8 @@ async def read_metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> di
 async def _read_stream(
     response: aiohttp.ClientResponse, request: StreamedRequest, stamps: list[float], kept: list[bytes]
 ) -> tuple[dict[str, int], str | None]:
-    """Note the time of every event with a choice; return the usage, and an error if there was one.
+    """Note the time of every event with a choice, the first of several; return the usage, and an error if
+    there was one.
 
     kept: gets those events, if the request keeps them
     """
@@ -125,7 +130,8 @@ async def _read_stream(
         *events, pending = (pending + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             if _HAS_CHOICE.search(event):
-                stamps.append(now)
+                if request.choices == 1 or _IS_FIRST.search(event):
+                    stamps.append(now)
                 if request.keeps_events:
                     kept.append(event)
                 if len(stamps) == request.abort_after:

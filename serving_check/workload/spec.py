@@ -48,7 +48,7 @@ class RequestRecord:
 
     start: float
     ttft: float | None
-    """Seconds from sending to the first chunk with a choice."""
+    """Seconds from sending to the first chunk with a choice; of several choices, with the first."""
     itls: tuple[float, ...]
     """Seconds between chunks. A chunk may hold several tokens, so latency is judged by TPOT."""
     e2el: float
@@ -61,6 +61,8 @@ class RequestRecord:
     """The prompt's token ids; empty unless answers are kept."""
     answer: Answer | None = field(default=None, repr=False)
     """The answer; None unless answers are kept."""
+    other_choices: tuple[Answer, ...] = field(default=(), repr=False)
+    """The answers after the first, if several were requested and answers are kept."""
     total_tokens: int | None = None
     """The tokens of prompt and answer together, by the server's usage; None if it has no such field."""
 

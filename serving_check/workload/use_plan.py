@@ -6,6 +6,7 @@ Not for sending them: `open_loop.py`.
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from .drawing import lengths_within, log_uniform, poisson_times, stratified
 from .prompts import Slices
 
-Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "aborted"]
+Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "adjusted", "choices", "aborted"]
 """What a request asks for, besides its tokens:
 
 - greedy, sampled: completions at temperature 0, and at another with a seed; some sampled ones are chats
@@ -21,9 +22,11 @@ Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "aborted"
 - stop: a completion with a stop string
 - end: a completion that ends by the end-of-sequence token
 - logprobs: a greedy completion with the log-probabilities of its tokens
+- adjusted: a greedy completion with penalties, and a bias against some tokens
+- choices: a sampled completion of which several answers are asked for
 - aborted: a completion whose client goes away
 """
-RARE: tuple[Kind, ...] = ("chat", "stop", "end", "logprobs", "aborted")
+RARE: tuple[Kind, ...] = ("chat", "stop", "end", "logprobs", "adjusted", "choices", "aborted")
 RARE_SHARE = 0.05
 """The share of requests of each of these kinds."""
 SAMPLED_SHARE = 1 / 3
@@ -51,6 +54,16 @@ LEAST_TO_STOP = 32
 text."""
 SPARE = 8
 """How many tokens an answer may have after the end-of-sequence token is due, to show that it did not end."""
+CHOICES = 3
+"""How many answers a request of kind `choices` asks for."""
+PRESENCE_PENALTY, FREQUENCY_PENALTY = 1.5, 1.0
+"""The penalties of kind `adjusted`: so large that it shows if a server applies only one of them."""
+BIAS = -5.0
+"""The logit bias of kind `adjusted`."""
+BIASED = 8
+"""How many tokens have that bias: the most frequent ones of the text, which answers would have without it."""
+LEAST_ADJUSTED = 64
+"""The least number of tokens of an answer of kind `adjusted`: some must come again to be penalized."""
 TURNS: tuple[tuple[str, ...], ...] = (("user",), ("user", "assistant", "user"))
 """Roles of a conversation that every template takes."""
 WITH_SYSTEM: tuple[tuple[str, ...], ...] = (("system", "user"), ("system", "user", "assistant", "user"))
@@ -65,6 +78,18 @@ three."""
 
 
 @dataclass(frozen=True)
+class Adjustments:
+    """What is added to the logits that a request's tokens are chosen by."""
+
+    presence_penalty: float
+    """Subtracted from the logit of each token that the answer has already."""
+    frequency_penalty: float
+    """Subtracted from a token's logit for each time that the answer has it already."""
+    bias: tuple[tuple[int, float], ...]
+    """Added to the logits of these tokens."""
+
+
+@dataclass(frozen=True)
 class PlannedRequest:
     """One request of a load as in use."""
 
@@ -74,7 +99,7 @@ class PlannedRequest:
     prompt: tuple[int, ...] = field(repr=False)
     """The prompt's token ids; for a chat, the token ids that the template makes from `messages`."""
     output_len: int
-    """The number of output tokens, or the most if the request may end earlier."""
+    """The number of output tokens of each answer, or the most if the request may end earlier."""
     messages: tuple[tuple[str, str], ...] = ()
     """The role and the content of each message of a chat."""
     temperature: float = 0.0
@@ -87,6 +112,10 @@ class PlannedRequest:
     """For kind `end`: the end-of-sequence token."""
     min_tokens: int = 0
     """For kind `end`: the least number of tokens before the end-of-sequence token."""
+    adjustments: Adjustments | None = None
+    """For kind `adjusted`: what is added to the logits."""
+    choices: int = 1
+    """How many answers are requested: several for kind `choices`."""
 
     @property
     def route(self) -> str:
@@ -181,6 +210,12 @@ def plan_requests(
     left = shape.prompt_tokens - sum(len(request.prompt) for request in requests)
     long_prompt = min(shape.long_prompt, shape.context - LEAST_LONG_ANSWER, most)
     requests += _completions(generator, slices, counts, longest, left, long_prompt)
+    frequent = tuple((token, BIAS) for token, _ in Counter(text).most_common(BIASED))
+    adjustments = Adjustments(PRESENCE_PENALTY, FREQUENCY_PENALTY, frequent)
+    requests = [
+        replace(request, adjustments=adjustments) if request.kind == "adjusted" else request
+        for request in requests
+    ]
     generator.shuffle(requests)
     answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
     temperatures = itertools.cycle(TEMPERATURES)
@@ -266,7 +301,7 @@ def _completions(
 
     long_prompt: tokens of the longest prompt that do not count towards the budget
     """
-    others: list[Kind] = ["sampled", "end", "logprobs", "aborted"]
+    others: list[Kind] = ["sampled", "end", "logprobs", "adjusted", "choices", "aborted"]
     count = counts["greedy"] - 1 + sum(counts[kind] for kind in others)
     longest = min(longest, max(LEAST_PROMPT, budget - count * LEAST_PROMPT))
     first = slices.cut(max(longest, long_prompt))
@@ -353,8 +388,15 @@ def _with_answer(
     if request.kind == "sampled":
         temperature, seed = next(temperatures), generator.getrandbits(31)
         return replace(request, output_len=tokens, temperature=temperature, seed=seed)
+    if request.kind == "choices":
+        # As many tokens in all as of another request, of which there is no end either.
+        each = min(max(LEAST_ANSWER, answer // CHOICES), room)
+        seed = generator.getrandbits(31)
+        return replace(request, output_len=each, temperature=1.0, seed=seed, choices=CHOICES)
     if request.kind == "stop":
         return replace(request, output_len=min(max(answer, LEAST_TO_STOP), room))
+    if request.kind == "adjusted":
+        return replace(request, output_len=min(max(answer, LEAST_ADJUSTED), room))
     if request.kind == "end":
         tokens = min(answer, room - SPARE)
         return replace(request, output_len=tokens + SPARE, end_token=shape.end_token, min_tokens=tokens)

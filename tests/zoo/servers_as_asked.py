@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.serving_check.engine.request import MOST_BIAS, SamplingParams, TokenLogprobs
 from scalegate.serving_check.server.generation import Generation
 from scalegate.serving_check.server.text import StopStrings
 
@@ -26,7 +26,39 @@ def one_token_more_than_asked(asked: SamplingParams) -> SamplingParams:
     return replace(asked, max_tokens=asked.max_tokens + 1)
 
 
+@hidden("params", "text in use", "with penalties and a bias")
+def presence_penalty_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, presence_penalty=0.0)
+
+
+@hidden("params", "text in use", "with penalties and a bias")
+def frequency_penalty_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, frequency_penalty=0.0)
+
+
+@hidden("params", "text in use", "with penalties and a bias")
+def small_biases_ignored(asked: SamplingParams) -> SamplingParams:
+    """All but those that force a token or forbid it."""
+    kept = tuple((token, bias) for token, bias in asked.logit_bias if abs(bias) == MOST_BIAS)
+    return replace(asked, logit_bias=kept)
+
+
 # Around a request.
+
+
+@hidden("request", "sampling", "further choices of a request equal an earlier one")
+@before_answering
+def one_seed_for_all_choices(traffic: Traffic, generation: Generation) -> None:
+    generation._params = [generation._params[0] for _ in generation._params]
+
+
+@hidden("request", "sampling", "choices of one request are mixed up")
+@before_answering
+def choices_of_another_prompt(traffic: Traffic, generation: Generation) -> None:
+    """All but the first are answers to the prompt of another request."""
+    mine = generation.prompts[0]
+    generation.prompts[1:] = [traffic.last_prompt or mine for _ in generation.prompts[1:]]
+    traffic.last_prompt = mine
 
 
 @hidden("request", "answers as asked", "its stop string is in the text")
@@ -71,6 +103,64 @@ async def longer_answers_than_usage_says(
 @before_answering
 def prompt_tokens_counted_once_too_often(traffic: Traffic, generation: Generation) -> None:
     generation.prompt_tokens += 1
+
+
+# Around a stream, on its way to the client.
+
+
+@hidden("stream", "sampling", "choices of one request are mixed up")
+async def choices_mixed_up(traffic: Traffic, deltas: Deltas) -> Deltas:
+    """Of each two deltas of several choices, every other time one comes in the other's place."""
+    odd = False
+    async for some in deltas:
+        odd = not odd
+        if odd and len(some) > 1 and not any(delta.finish_reason for delta in some):
+            first, second, *rest = some
+            some = [replace(second, index=first.index), replace(first, index=second.index), *rest]
+        yield some
+
+
+@hidden("stream", "answers as asked", "choices have an end")
+async def only_the_first_choice(traffic: Traffic, deltas: Deltas) -> Deltas:
+    async for some in deltas:
+        yield [delta for delta in some if delta.index == 0]
+
+
+@hidden("stream", "log-probabilities", "those of the most likely ones are")
+async def alternatives_of_the_token_before(traffic: Traffic, deltas: Deltas) -> Deltas:
+    """The chosen token has its own log-probability among them."""
+    last: tuple[tuple[int, float], ...] = ()
+    async for some in deltas:
+        changed = []
+        for delta in some:
+            told = []
+            for token, own in zip(delta.token_ids, delta.logprobs, strict=False):
+                top = ((token, own.logprob), *(last or own.top)[1:])
+                last = own.top
+                told.append(replace(own, top=top))
+            changed.append(replace(delta, logprobs=told))
+        yield changed
+
+
+@hidden("stream", "log-probabilities", "those of the most likely ones are")
+async def names_of_alternatives_mixed_up(traffic: Traffic, deltas: Deltas) -> Deltas:
+    """Those of all but the chosen token, each of which has the log-probability of its neighbour."""
+    async for some in deltas:
+        yield [replace(delta, logprobs=[with_names_moved(own) for own in delta.logprobs]) for delta in some]
+
+
+def with_names_moved(own: TokenLogprobs) -> TokenLogprobs:
+    (first, *others), logprobs = [token for token, _ in own.top], [logprob for _, logprob in own.top]
+    return replace(own, top=tuple(zip([first, *others[1:], *others[:1]], logprobs, strict=True)))
+
+
+@hidden("stream", "answers as asked", "alternatives are told at")
+async def fewer_alternatives_than_asked(traffic: Traffic, deltas: Deltas) -> Deltas:
+    async for some in deltas:
+        yield [
+            replace(delta, logprobs=[replace(own, top=own.top[:2]) for own in delta.logprobs])
+            for delta in some
+        ]
 
 
 # Around the events of a stream.

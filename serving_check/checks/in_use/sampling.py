@@ -27,6 +27,9 @@ SEEDS_LEVEL = 0.0002
 """The chance that sound draws fail by repeated answers. It is small, since real repetitions are long."""
 FEWEST_DRAWN = 5 * PIT_BINS
 """The least number of drawn tokens: five in each bin, as a chi-square test needs (Cochran, 1954)."""
+MOST_OF_CHOICES = 6.0
+"""The most standard deviations of the surprisal of several answers to one request. The sum over so few tokens
+is not quite normal in its tails, so the bound is far out: garbage of 200 tokens exceeds it at once."""
 OTHER_MODEL = 0.5
 """The relative error of the temperature beyond which another cause than the temperature is named."""
 CUT = "unlikely tokens are not drawn: the server cuts distributions by top-k, top-p or min-p"
@@ -49,17 +52,21 @@ def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
     z = _z(draws)
     spread = chi_square(draws.bins)
     surprisal_chance, spread_chance = normal_chance(z), chi_square_chance(spread, PIT_BINS - 1)
+    of_choices = [draws for answer, draws in drawn if answer.choice is not None]
+    of_others = [draws for answer, draws in drawn if answer.choice is None]
+    choices_z, others_z = _z(_sum(of_choices)), _z(_sum(of_others))
     repeating, seeds_chance = _repeating([answer for answer, _ in drawn])
     off = sum(answer.off for answer, _ in drawn)
     problems = []
     if seeds_chance < SEEDS_LEVEL:
-        beside = sum(answer.repeats_other_seed is not None for answer, _ in drawn)
-        problems.append(
-            f"{repeating} of {beside} answers equal an earlier one to the same prompt with another seed: "
-            "seeds have no effect"
-        )
+        problems.append(_alike([answer for answer, _ in drawn], repeating))
     # NaN is no fit.
-    if not surprisal_chance >= SURPRISAL_LEVEL:
+    if not abs(choices_z) < MOST_OF_CHOICES and normal_chance(others_z) >= SURPRISAL_LEVEL:
+        problems.append(
+            f"only the {len(of_choices)} answers to requests for several do not fit, with z = "
+            f"{choices_z:+.1f}: choices of one request are mixed up, or have a source of their own"
+        )
+    elif not surprisal_chance >= SURPRISAL_LEVEL:
         problems.append(_another_source(draws, off))
     elif not spread_chance >= SPREAD_LEVEL:
         problems.append(_uneven(draws))
@@ -118,6 +125,20 @@ def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
         return 0, 1.0
     pairs = len(beside) * (len(beside) + 1) / 2
     return len(repeating), min(1.0, pairs * math.exp(-max(repeating)))
+
+
+def _alike(answers: Sequence[AnswerInUse], repeating: int) -> str:
+    """The reason if answers repeat an earlier one."""
+    beside = [answer for answer in answers if answer.repeats_other_seed is not None]
+    if all(answer.choice is not None for answer in beside if answer.repeats_other_seed):
+        several = sum(answer.choice is not None for answer in beside)
+        return (
+            f"{repeating} of {several} further choices of a request equal an earlier one: one is told again"
+        )
+    return (
+        f"{repeating} of {len(beside)} answers equal an earlier one to the same prompt with another seed: "
+        "seeds have no effect"
+    )
 
 
 def _another_source(draws: Draws, off: int) -> str:

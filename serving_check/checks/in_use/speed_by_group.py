@@ -23,6 +23,8 @@ KINDS = {
     "stop": "requests with stop strings",
     "end": "requests that end by the end-of-sequence token",
     "logprobs": "requests with log-probabilities",
+    "choices": "requests for several answers",
+    "adjusted": "requests with penalties and a bias",
 }
 
 

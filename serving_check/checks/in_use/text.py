@@ -52,7 +52,7 @@ def check_text_in_use(answers: Sequence[AnswerInUse], bounds: Bounds) -> CheckRe
         reason = "no greedy answer came under the load as in use"
         return CheckResult(NAME, "inconclusive", "nothing", bound, reason)
     off = sum(answer.off for answer in greedy)
-    far = _beyond_a_context(greedy, bounds)
+    group = _wrong_group(greedy, bounds)
     baseline_off = sum(answer.baseline_off for answer in greedy)
     foreign = [answer for answer in greedy if _is_foreign(answer, bounds)]
     status: Status = "fail"
@@ -66,8 +66,8 @@ def check_text_in_use(answers: Sequence[AnswerInUse], bounds: Bounds) -> CheckRe
             answer for answer in greedy if answer.off > bounds.max_foreign_tokens * answer.tokens
         ]
         reason = _wrong(greedy, wrong, off, tokens)
-    elif far is not None:
-        reason = f"{far} are not what the artifact's own logits give; {CONTEXTS}"
+    elif group is not None:
+        reason = group
     else:
         status = "pass"
         reason = f"every token of {_range_of(greedy)} was compared with logits computed here"
@@ -91,22 +91,34 @@ def _is_foreign(answer: AnswerInUse, bounds: Bounds) -> bool:
     return answer.off >= FEWEST_OFF and answer.off > bounds.max_foreign_text * answer.tokens
 
 
-def _beyond_a_context(greedy: Sequence[AnswerInUse], bounds: Bounds) -> str | None:
-    """The tokens of answers that end beyond a power of two, if too many are off; None if they are not.
+def _wrong_group(greedy: Sequence[AnswerInUse], bounds: Bounds) -> str | None:
+    """The group of answers with the largest share of tokens that are off, if it is too large: those that end
+    beyond a power of two, or those of a kind. None if no share is.
 
     Too many is the bound's share and a standard deviation more: 7 of 200 tokens. If 5% of tokens are wrong,
     the check fails in 87% of runs; if the share is a quarter of the bound, in less than 1 of 10,000.
     """
-    longest = max(map(_context, greedy))
     largest, words = 0.0, None
-    for context in (1 << power for power in range(longest.bit_length())):
-        beyond = [answer for answer in greedy if _context(answer) > context]
-        tokens, off = sum(answer.tokens for answer in beyond), sum(answer.off for answer in beyond)
+    for named, advice, holds in _groups(greedy):
+        answers = [answer for answer in greedy if holds(answer)]
+        tokens, off = sum(answer.tokens for answer in answers), sum(answer.off for answer in answers)
         allowed = bounds.max_foreign_tokens * tokens
         if off >= FEWEST_OFF and off > allowed + math.sqrt(allowed) and off / tokens > largest:
             largest = off / tokens
-            words = f"{off} of {tokens} tokens of answers beyond {context:,} tokens of context"
+            words = (
+                f"{off} of {tokens} tokens of answers {named} are not what the artifact's own logits give; "
+                f"{advice}"
+            )
     return words
+
+
+def _groups(greedy: Sequence[AnswerInUse]) -> Iterator[tuple[str, str, Holds]]:
+    """The words, the advice and the condition of each group."""
+    longest = max(map(_context, greedy))
+    for context in (1 << power for power in range(longest.bit_length())):
+        yield f"beyond {context:,} tokens of context", CONTEXTS, _has_context_from(context + 1)
+    for kind in sorted({answer.kind for answer in greedy}):
+        yield _of_kind(kind), _advice_on(kind), _is_of_kind(kind)
 
 
 def _wrong(greedy: Sequence[AnswerInUse], wrong: Sequence[AnswerInUse], off: int, tokens: int) -> str:
@@ -224,6 +236,7 @@ def _of_kind(kind: str) -> str:
         "stop": "with a stop string",
         "end": "that end by the end-of-sequence token",
         "logprobs": "with log-probabilities",
+        "adjusted": "with penalties and a bias",
     }.get(kind, "of plain completions")
 
 

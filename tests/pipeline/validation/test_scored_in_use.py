@@ -2,16 +2,18 @@
 
 import copy
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.validation.in_process import TextScorer, logprob_errors
+from scalegate.pipeline.validation.in_process import TextScorer, alternatives_error, logprob_errors
 from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.evidence.in_use import AnswerInUse
 from scalegate.serving_check.evidence.served_in_use import ServedInUse
+from scalegate.serving_check.workload.use_plan import Adjustments
 from torch import nn
 
 PROMPT, TOKENS = tuple(range(100, 120)), 24
@@ -83,6 +85,47 @@ def test_the_end_of_sequence_could_not_be_chosen(model: nn.Module, scorer: TextS
     assert tokens[0] == best and first[best] - first[second] > 0.3
     assert score(scorer, served("end", (second,), end_token=best)).off == 0
     assert score(scorer, served("end", (second,))).off == 1
+
+
+def test_penalties_and_a_bias_change_what_is_greedy(model: nn.Module, scorer: TextScorer):
+    """Each of them alone, too: it is another answer."""
+    asked = Adjustments(1.5, 0.75, ((continued(model)[0][0], -5.0),))
+    tokens = adjusted(model, asked)
+    assert score(scorer, served("adjusted", tokens, adjustments=asked)).off == 0
+    for changes in ({"presence_penalty": 0.0}, {"frequency_penalty": 0.0}, {"bias": ()}):
+        other = adjusted(model, replace(asked, **changes))
+        assert score(scorer, served("adjusted", other, adjustments=asked)).off > 0
+
+
+def adjusted(model: nn.Module, asked: Adjustments) -> tuple[int, ...]:
+    """What follows `PROMPT` greedily with penalties and biases, one token at a time."""
+    found: list[int] = []
+    for _ in range(2 * TOKENS):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*PROMPT, *found]]), use_cache=False).logits[0, -1]
+        logits = logits.clone()
+        for token, bias in asked.bias:
+            logits[token] += bias
+        for token, count in Counter(found).items():
+            logits[token] -= asked.presence_penalty + count * asked.frequency_penalty
+        found.append(logits.argmax().item())
+    return tuple(found)
+
+
+def test_alternatives_are_wrong_with_the_names_or_the_numbers_of_others(model: nn.Module):
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, -2:]
+    values, ids = logits.double().log_softmax(-1).topk(5)
+    right = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    assert alternatives_error((), logits) is None
+    assert alternatives_error(right, logits) < 1e-6
+    unnamed = [[(None, logprob) for _, logprob in row] for row in right]
+    assert alternatives_error(unnamed, logits) < 1e-6
+    assert alternatives_error(unnamed[::-1], logits) > 0.1
+    renamed = [[(row[index - 1][0], logprob) for index, (_, logprob) in enumerate(row)] for row in right]
+    assert alternatives_error(renamed, logits) > 0.5
+    told_as_one = [right[0], right[1][:2] + right[1][3:]]
+    assert alternatives_error(told_as_one, logits) < 1e-6
 
 
 def test_missing_log_probabilities_are_infinitely_wrong():

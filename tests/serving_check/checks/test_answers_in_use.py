@@ -4,7 +4,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from scalegate.serving_check.checks.in_use.logprobs import MOST, MOST_ON_AVERAGE, check_logprobs
+from scalegate.serving_check.checks.in_use.logprobs import (
+    MOST,
+    MOST_OF_ALTERNATIVES,
+    MOST_ON_AVERAGE,
+    check_logprobs,
+)
 from scalegate.serving_check.checks.in_use.sampling import FEWEST_DRAWN, check_sampling
 from scalegate.serving_check.checks.in_use.text import check_text_in_use
 from scalegate.serving_check.evidence.in_use import PIT_BINS, AnswerInUse, Draws
@@ -95,6 +100,14 @@ def test_the_baselines_server_in_the_artifacts_place_is_named():
     assert status == "fail" and "serves the baseline" in reason
 
 
+def test_a_few_wrong_tokens_in_each_answer_of_a_kind_are_named_by_it():
+    """Too few in any one: 4 of 40."""
+    few = [replace(answer("adjusted", off=4), prompt_tokens=200 * (index % 2)) for index in range(4)]
+    status, reason = text([*SOUND * 4, *few])
+    assert status == "fail" and "16 of 160 tokens of answers with penalties and a bias" in reason
+    assert text([*SOUND * 4, *(replace(one, off=1) for one in few)])[0] == "pass"
+
+
 # Sampling.
 
 
@@ -159,6 +172,29 @@ def test_answers_that_do_not_change_with_the_seed_fail_unless_they_had_to_be_equ
     assert sampling(drawn(repeats_other_seed=False))[0] == "pass"
 
 
+def test_only_the_choices_of_requests_for_several_may_be_wrong():
+    few = replace(EVEN, tokens=100, surprisal=60.0, variance=75.0, bins=(5,) * PIT_BINS)
+    choices = [drawn(few, choice=index) for index in range(3)]
+    status, reason = sampling(drawn(), *choices)
+    assert status == "fail" and "only the 3 answers to requests for several" in reason
+    assert sampling(drawn(), *(replace(one, choice=None) for one in choices))[0] == "fail"
+    assert (
+        sampling(drawn(), *(replace(one, draws=replace(few, surprisal=5.0)) for one in choices))[0] == "pass"
+    )
+    everywhere = replace(EVEN, surprisal=3000.0)
+    assert "beside the entropy" in sampling(drawn(everywhere), *choices)[1], "not of these alone"
+
+
+def test_a_choice_that_is_told_again_is_named():
+    again = [
+        drawn(choice=0),
+        drawn(choice=1, repeats_other_seed=True),
+        drawn(choice=2, repeats_other_seed=True),
+    ]
+    status, reason = sampling(drawn(repeats_other_seed=False), *again)
+    assert status == "fail" and "2 of 2 further choices of a request equal an earlier one" in reason
+
+
 # Log-probabilities.
 
 
@@ -172,6 +208,14 @@ def test_log_probabilities_pass_within_rounding_and_are_unknown_if_not_told():
 def test_log_probabilities_of_other_logits_fail(errors: tuple[float, float]):
     result = check_logprobs([replace(answer("logprobs"), logprob_errors=errors)])
     assert result.status == "fail" and "positions" in result.reason
+
+
+def test_alternatives_are_judged_by_themselves():
+    right = replace(answer("logprobs"), logprob_errors=(0.0, 0.0), alternatives_error=MOST_OF_ALTERNATIVES)
+    assert check_logprobs([right]).status == "pass"
+    result = check_logprobs([replace(right, alternatives_error=2 * MOST_OF_ALTERNATIVES)])
+    assert result.status == "fail" and "those of the most likely ones are 0.60 nats off" in result.reason
+    assert check_logprobs([replace(right, alternatives_error=math.nan)]).status == "fail"
 
 
 def test_missing_log_probabilities_fail():

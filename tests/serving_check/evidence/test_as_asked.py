@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.as_asked import not_as_asked, seeds_kept
-from scalegate.serving_check.workload.answers import Answer
+from scalegate.serving_check.workload.answers import Alternatives, Answer
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
 from scalegate.serving_check.workload.spec import RequestRecord
 from scalegate.serving_check.workload.use_plan import PlannedRequest
@@ -19,6 +19,10 @@ LETTERS = TokenText(
 
 def told(text, *, more=(), **fields):
     return Answer(text, array("L", [*map(ord, text), *more]), **fields)
+
+
+def alternatives(chosen, logprob):
+    return Alternatives(chosen, {chosen: logprob, **dict.fromkeys("wxyz", -9.0)})
 
 
 SOUND = {
@@ -46,7 +50,12 @@ SOUND = {
     "logprobs": (
         PlannedRequest(0.0, "logprobs", (1, 2), 4),
         4,
-        told("abcd", finish_reason="length", logprobs=(-1.0, -2.0, -0.5, -0.1)),
+        told(
+            "abcd",
+            finish_reason="length",
+            logprobs=(-1.0, -2.0, -0.5, -0.1),
+            alternatives=tuple(map(alternatives, "abcd", (-1.0, -2.0, -0.5, -0.1))),
+        ),
     ),
 }
 UNTOLD = {
@@ -101,6 +110,12 @@ def test_a_server_that_does_not_count_the_end_is_as_asked():
             {"token_ids": array("L", [97, 98, 99, 100, 101]), "text": "abcde"},
             "5 tokens before its end",
         ),
+        ("logprobs", {"alternatives": None}, "5 alternatives are told at 0 of 4 tokens"),
+        (
+            "logprobs",
+            {"alternatives": tuple(map(alternatives, "abce", (-1.0, -2.0, -0.5, -0.3)))},
+            "1 of 4 tokens are not among their alternatives, or with another log-probability",
+        ),
         ("logprobs", {"logprobs": None}, "it has no log-probabilities"),
         ("logprobs", {"logprobs": (-1.0, -2.0)}, "log-probabilities of 2 of 4 tokens"),
         ("logprobs", {"logprobs": (-1.0, None, -1.0, -1.0)}, "log-probabilities of 3 of 4 tokens"),
@@ -132,6 +147,24 @@ def test_another_name_of_the_model_and_another_sum_of_tokens_are_named_whatever_
         "name of the model: 'model' was asked, and the answer says it is of 'other'",
         "usage: it says 4 tokens in all, with 2 of the prompt and 4 of the answer",
     )
+
+
+def of_choices(*choices, output_tokens=9):
+    """What is wrong with several answers to one request, all of which should have three tokens."""
+    planned = PlannedRequest(0.0, "choices", (1, 2), 3, temperature=1.0, seed=1, choices=3)
+    record = RequestRecord(0.0, 0.1, (), 1.0, output_tokens, 2, answer=choices[0], other_choices=choices[1:])
+    return not_as_asked(OpenLoopResult(0.0, 1.0, (planned,), (record,), None, None, None), LETTERS)
+
+
+def test_each_of_several_choices_has_its_tokens_and_its_end():
+    first, second, third = (told(text, finish_reason="length") for text in ("abc", "abd", "xyz"))
+    assert of_choices(first, second, third) == ()
+    untold = Answer("", None)
+    assert of_choices(first, untold, untold) == ("choices: 1 of 3 choices have an end",)
+    (problem,) = of_choices(first, second, told("xy", finish_reason="length"))
+    assert "its choices have 3, 3, 2 tokens, 3 were asked for of each" in problem
+    (problem,) = of_choices(first, second, replace(third, text="abc"))
+    assert "the text of a choice is not that of its tokens" in problem
 
 
 def test_failed_and_aborted_requests_are_left_out():

@@ -11,7 +11,7 @@ from scalegate.serving_check.evidence.served_in_use import (
     answers_to_score,
 )
 from scalegate.serving_check.workload import RequestRecord
-from scalegate.serving_check.workload.answers import Answer
+from scalegate.serving_check.workload.answers import Alternatives, Answer
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
 from scalegate.serving_check.workload.use_plan import PlannedRequest
 
@@ -98,6 +98,34 @@ def test_sampled_answers_are_compared_with_those_of_other_seeds():
     )
     repeats = [answer.repeats_other_seed for answer in (one, equal, other, alone)]
     assert repeats == [None, True, False, None]
+
+
+def test_each_choice_is_an_answer_that_is_compared_with_the_ones_before_it():
+    choices = tuple(Answer(text, array("L", map(ord, text))) for text in ("abcdefgh", "xbcdefgh"))
+    several = request("choices", seed=1, temperature=1.0, choices=3)
+    found = chosen((several, record(other_choices=choices)))
+    assert [(answer.kind, answer.choice, answer.repeats_other_seed) for answer in found] == [
+        ("sampled", 0, None),
+        ("sampled", 1, True),
+        ("sampled", 2, False),
+    ]
+
+
+def test_alternatives_have_ids_where_the_server_names_tokens_as_the_tokenizer_does():
+    """The text of some is of several tokens, or no text."""
+    told = (
+        Alternatives("a", {"b": -2.0, "a": -0.5}),
+        Alternatives("b", {"b": -0.1, "xy": -3.0, "\ufffd": -9.0}),
+    )
+    answer = Answer("ab", array("L", map(ord, "ab")), alternatives=told)
+    [one] = chosen((request("logprobs"), record(answer=answer)))
+    assert one.alternatives == (
+        ((ord("a"), -0.5), (ord("b"), -2.0)),
+        ((ord("b"), -0.1), (None, -3.0), (None, -9.0)),
+    )
+    elsewhere = replace(answer, alternatives=tuple(replace(position, chosen="?") for position in told))
+    [one] = chosen((request("logprobs"), record(answer=elsewhere)))
+    assert one.alternatives[0] == ((None, -0.5), (None, -2.0))
 
 
 def test_the_same_draw_counts_once_and_retokenized_draws_do_not():

@@ -33,6 +33,34 @@ def test_log_probabilities_are_those_of_the_chosen_tokens():
     assert read_answer(events({"choices": [{"text": "x", "logprobs": None}]})).logprobs is None
 
 
+def test_alternatives_are_told_by_text_beside_the_text_that_was_chosen():
+    told = {
+        "tokens": ["b", "c"],
+        "token_logprobs": [-0.5, -2.0],
+        "top_logprobs": [{"b": -0.5, "a": -1.0}, None],
+    }
+    first, second = read_answer(events({"choices": [{"text": "bc", "logprobs": told}]})).alternatives
+    assert (first.chosen, first.logprobs) == ("b", {"b": -0.5, "a": -1.0})
+    assert (second.chosen, second.logprobs) == ("c", {})
+
+
+def test_each_choice_is_read_by_its_index():
+    chunks = events(
+        {"choices": [{"index": 1, "text": "x", "token_ids": [1]}]},
+        {
+            "choices": [
+                {"index": 0, "text": "a", "token_ids": [2]},
+                {"index": 1, "text": "y", "token_ids": [3]},
+            ]
+        },
+        {"choices": [{"index": 0, "text": "b", "token_ids": [4], "finish_reason": "length"}]},
+    )
+    first, second, third = (read_answer(chunks, index) for index in range(3))
+    assert (first.text, list(first.token_ids), first.finish_reason) == ("ab", [2, 4], "length")
+    assert (second.text, list(second.token_ids), second.finish_reason) == ("xy", [1, 3], None)
+    assert (third.text, third.token_ids) == ("", None)
+
+
 def test_the_name_of_the_model_is_the_last_that_was_told():
     choice = {"choices": [{"text": "x"}]}
     assert read_answer(events({**choice, "model": "a"}, {**choice, "model": "b"})).model == "b"

@@ -97,8 +97,20 @@ def test_token_ids_and_reasons_are_told(result):
     for planned, record in of_kind(result, "logprobs"):
         assert len(record.answer.logprobs) == planned.output_len
         assert max(record.answer.logprobs) <= 0
+        assert len(record.answer.alternatives) == planned.output_len
+        for logprob, told in zip(record.answer.logprobs, record.answer.alternatives, strict=True):
+            assert told.logprobs[told.chosen] == logprob == max(told.logprobs.values())
     for planned, record in of_kind(result, "chat"):
         assert record.prompt_tokens == len(planned.prompt)
+
+
+def test_all_choices_of_a_request_are_kept_and_the_first_is_timed(result):
+    for planned, record in of_kind(result, "choices"):
+        choices = [record.answer, *record.other_choices]
+        assert [len(choice.token_ids) for choice in choices] == [planned.output_len] * 3
+        assert len({tuple(choice.token_ids) for choice in choices}) == 3
+        assert record.output_tokens == 3 * planned.output_len
+        assert len(record.arrivals) <= planned.output_len, "one chunk may have several tokens"
 
 
 def test_an_aborted_request_ends_at_its_chunk_and_is_no_error(result):
@@ -153,11 +165,12 @@ def test_what_a_server_refuses_is_left_out_and_named():
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     taken = served(app, lambda endpoint: kinds_taken(endpoint, END, has_template=True))
-    assert taken.kinds == KINDS - {"sampled", "chat", "end"}
+    assert taken.kinds == KINDS - {"sampled", "choices", "chat", "end"}
     assert taken.unknown == (
         "the server does not take seed, top_k or min_p",
         "the server does not take chat requests",
         "the server does not take logit_bias or min_tokens",
+        "the server does not take n with seed, top_k or min_p",
     )
 
 

@@ -199,7 +199,10 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
         for request in planned(seed, replace(SHAPE, context=context)):
             assert len(request.prompt) + request.output_len <= context
             assert request.output_len >= 8
-            assert (request.temperature > 0) == (request.seed is not None) == (request.kind == "sampled")
+            is_sampled = request.kind in ("sampled", "choices")
+            assert (request.temperature > 0) == (request.seed is not None) == is_sampled
+            assert (request.choices > 1) == (request.kind == "choices")
+            assert (request.adjustments is not None) == (request.kind == "adjusted")
             assert (request.stop is not None) == (request.kind == "stop")
             assert (request.end_token is not None) == (request.kind == "end")
             if request.kind == "end":
@@ -223,6 +226,13 @@ def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
         assert prompts[twice] == 2 and len(twice) == min(len(request.prompt) for request in sampled)
         first, last = sampled[0], sampled[-1]
         assert first.prompt == twice and first == replace(last, at=first.at), "beside few and beside many"
+
+
+def test_the_bias_is_against_the_tokens_that_the_text_has_most():
+    text = [1, 2, 3, 4] * 100 + [5] * 1000 + list(range(6, 1000))
+    [request] = [one for one in plan_requests(0, SHAPE, text) if one.kind == "adjusted"][:1]
+    tokens = [token for token, _ in request.adjustments.bias]
+    assert tokens[:5] == [5, 1, 2, 3, 4] and {bias for _, bias in request.adjustments.bias} == {-5.0}
 
 
 def test_a_stop_string_comes_from_the_middle_of_an_answer():
