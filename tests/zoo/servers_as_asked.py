@@ -52,15 +52,6 @@ def one_seed_for_all_choices(traffic: Traffic, generation: Generation) -> None:
     generation._params = [generation._params[0] for _ in generation._params]
 
 
-@hidden("request", "sampling", "choices of one request are mixed up")
-@before_answering
-def choices_of_another_prompt(traffic: Traffic, generation: Generation) -> None:
-    """All but the first are answers to the prompt of another request."""
-    mine = generation.prompts[0]
-    generation.prompts[1:] = [traffic.last_prompt or mine for _ in generation.prompts[1:]]
-    traffic.last_prompt = mine
-
-
 @hidden("request", "answers as asked", "its stop string is in the text")
 @before_answering
 def only_the_first_stop_string(traffic: Traffic, generation: Generation) -> None:

@@ -361,7 +361,7 @@ async def slow_streams_when_sampled(
     traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
 ) -> Deltas:
     """Something is done for each sampled token, in the server and not in the engine's step, which goes on
-    meanwhile: so for as long as no busy machine takes for a token."""
+    meanwhile: it shows only where the engine takes less than that for a token."""
     async for some in deltas():
         yield some
         if any(params.temperature for params in generation._params):
