@@ -27,7 +27,8 @@ along K, and x is read twice: that is INT8.
 
 Splits of K follow from the weight's shape alone, and within a split sums run over K sixteen columns at a
 time. With few rows each split has a CTA; with many, one CTA takes all splits in that order. So M may decide
-the tile, but not the bits of a row: the product is batch-invariant, and repeats its bits.
+the tile, but not the bits of a row if all tiles take mma.sync; on Hopper larger ones take wgmma. It repeats
+its bits everywhere.
 
 Bytes with few rows: 4.25 bits a weight in INT4 with groups of 128. Partial sums add `8 M N splits`, in L2.
 """

@@ -1,8 +1,8 @@
 """Our own layouts for GPUs from compute capability 8.0 on: INT4, INT8 and NVFP4 by one Triton kernel.
 
 The bytes are those of experts (`grouped_experts.py`); the kernel is `kernels/portable/packed_matmul.py`. Its
-sums have one order at any number of rows, so one layout serves every mode of batch invariance. Not for the
-CPU.
+sums have one order at any number of rows, so one layout serves every mode of batch invariance, except where
+Triton takes another matrix instruction for larger tiles, which adds up otherwise. Not for the CPU.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import INVARIANCE_MODES
+from ...base.batch_invariance import INVARIANCE_MODES, TUNED
+from ...kernels.device import compute_capability, keeps_sums_in_registers
 from ...kernels.experts import int4, nvfp4
 from ...kernels.experts.packed import ExpertsDecoder
 from ...kernels.nvfp4.packing import FACTOR
@@ -90,6 +91,9 @@ class PortableLayout:
             capability=CAPABILITY,
         )
         refusal = serves.refuses(problem) or packing.refuses(problem)
+        tuned = problem.batch_invariance == TUNED
+        if refusal is None and not tuned and not keeps_sums_in_registers(compute_capability(problem.device)):
+            return "is not batch-invariant on this GPU, whose matrix instructions differ by the rows"
         return refusal or trial_refusal(self, problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:

@@ -210,6 +210,8 @@ class LayerStream:
         layer.
         """
         found: list[Tensor] = []
+        # Layers keep the functions below: these must not hold the stream, or its model outlives it.
+        as_output = self._as_output
 
         def taken(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
@@ -217,10 +219,10 @@ class LayerStream:
                 found.append(output[0])
                 return output
             found.append(output)
-            return self._as_output(output)
+            return as_output(output)
 
         def passed(hidden: Tensor, *_: Any, **__: Any) -> Any:
-            return self._as_output(hidden)
+            return as_output(hidden)
 
         for other, layer in self.layers.items():
             layer.forward = taken if other == name else passed  # type: ignore[method-assign]

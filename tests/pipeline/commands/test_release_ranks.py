@@ -48,7 +48,9 @@ def on_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """A release on two CPU processes that goes no further than its weights; the words of every launch."""
     monkeypatch.setattr(release_request.ReleaseRequest, "devices", property(lambda self: ["cpu", "cpu"]))
     monkeypatch.setattr(stages, "_lay_out", lambda *given: None)
-    monkeypatch.setattr(stages, "_validate", lambda *given: SimpleNamespace(status="fail"))
+    monkeypatch.setattr(
+        stages, "_validate", lambda *given: SimpleNamespace(status="fail", speed_not_judged=None)
+    )
     monkeypatch.setattr(launch, "PIPELINE", (sys.executable, "-P", "-c", RANK))
     monkeypatch.setitem(quantize.__wrapped__.__kwdefaults__, "max_shard_bytes", SHARD)
     launched: list[list[str]] = []

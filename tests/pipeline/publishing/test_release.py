@@ -293,7 +293,7 @@ def test_a_dry_run_says_what_is_made_measured_and_published_and_does_nothing(tin
     result = CliRunner().invoke(command, [*map(str, words), "--json", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["quantize"]["formats"] == {"INT4 g128, zero points": 7} and not found["done_before"]
+    assert found["quantize"]["formats"] == {"INT4 g128, symmetric": 7} and not found["done_before"]
     assert found["validate"]["ms"] == [1, 2, 4, 8, 16, 32] and found["validate"]["floor"] == 0.93
     assert found["validate"]["requests"] == 63 * 6 and 0 < found["validate"]["seconds"] < 60
     assert found["validate"]["most_seconds"] == pytest.approx(16 * found["validate"]["seconds"])
