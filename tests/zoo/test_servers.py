@@ -25,7 +25,6 @@ NAMED_TOGETHER = (
     "garbage_when_sampled",
     "stop_strings_ignored",
     "log_probabilities_in_bits",
-    "pause_when_a_request_arrives",
 )
 """Each of another check, and none so slow that measuring ends before the others show."""
 
