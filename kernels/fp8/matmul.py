@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from ..device import compute_capability
+from ..invariant_matmul import MAX_SPLIT_ROWS, SPLIT_UNIT, Tile
 from ..split_k import ends_last, partials_of, sum_of_splits
 from ..triton_imports import tl, triton
-from .tiles import GROUP, MAX_SPLIT_ROWS, SPLIT_UNIT, Tile, splits_of, tile_for
+from .tiles import GROUP, splits_of, tile_for
 
 UNIT = tl.constexpr(SPLIT_UNIT)
 

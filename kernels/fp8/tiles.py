@@ -3,34 +3,19 @@
 As tuned for Qwen3-8B's shapes on an H200.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
+from ..invariant_matmul import MAX_SPLIT_ROWS, SPLIT_UNIT, Tile
 from ..triton_imports import triton
 
 GROUP = 128
 """Columns that share a scale, where a row has several."""
-SPLIT_UNIT = 256
-"""Columns in whose multiples K is split: a multiple of every tile's."""
 TILE_ROWS = 64
-MAX_SPLIT_ROWS = 256
-"""Rows of x up to which splits have CTAs of their own."""
 SLOTS = 512
 """CTAs that a large GPU runs at a time, with few rows. A constant: splits must not follow the device."""
 MAX_SPLITS = 8
 MIN_UNITS = 4
 """Of a split: fewer take as long to start as to sum."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """bm: rows of x; bn: rows of the weight; bk: columns a step; stages: steps in flight; warps: of a CTA."""
-
-    bm: int
-    bn: int
-    bk: int
-    stages: int
-    warps: int
 
 
 TILES = (Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 3, 4))

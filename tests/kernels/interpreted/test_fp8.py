@@ -4,7 +4,8 @@ import pytest
 import torch
 from scalegate.kernels.fp8.matmul import matmul
 from scalegate.kernels.fp8.round_rows import round_rows
-from scalegate.kernels.fp8.tiles import MORE_ROWS, Tile, semaphores_of, splits_of
+from scalegate.kernels.fp8.tiles import MORE_ROWS, semaphores_of, splits_of
+from scalegate.kernels.invariant_matmul import Tile
 from scalegate.layouts.formats.e4m3 import PER_BLOCK, PER_TOKEN, E4M3Input
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8, ROW
 from scalegate.tests.rounding_bounds import product_bound
