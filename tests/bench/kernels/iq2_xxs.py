@@ -2,13 +2,17 @@
 
     python -P tests/bench/kernels/iq2_xxs.py --out OUT/iq2_xxs_qwen3_8b.json
     python -P tests/bench/kernels/iq2_xxs.py --tiles 1,1,8,2 2,1,4,4 --m 1     tiles of the one-row kernel
+    python -P tests/bench/kernels/iq2_xxs.py --layouts nvfp4_swap_ab iq2_xxs --m 1,4,8,16,32,64,128
 
 Weights are rotated past the L2 cache, calls run in CUDA graphs, figures are medians of interleaved samples;
 every answer is compared with float64. The ceilings: the weight's bytes, of the format and as packed, over the
-bandwidth of a large copy; its instructions, as counted in the compiled loops, over the issue slots.
+bandwidth of a large copy; its instructions, as counted in the compiled loops, over the issue slots. A table
+of all layers together comes last: each layout's time, its share of the rate at which this GPU copies, and
+how many times as fast as IQ2_XXS it is.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +45,7 @@ ONE_ROW_INSTRUCTIONS, INSTRUCTIONS = 2.8, 2.6
 """A weight, with one row of x and with more (`tests/kernels/products/test_iq2_xxs_compiles.py` counts)."""
 BY_MEMORY_ONLY = ("dequantize", "gemlite", "humming", "tinygemm", "swap_ab_invariant")
 """Layouts that are left out: they are measured by `linear.py`."""
+OWN = f"{IQ2XXS.name} iq2_xxs"
 PEERS: list[WeightFormat] = [Unquantized(), Int4(128), NVFP4()]
 
 
@@ -68,12 +73,19 @@ def layout_call(copies: list[PackedWeight], x: Tensor) -> Callable[[int], Tensor
     return lambda i: layout.matmul(x, copies[i % len(copies)])
 
 
-def contestants(n: int, k: int, specs: list[WeightFormat]) -> dict[str, tuple[Weight, list[PackedWeight]]]:
-    """Every layout of ours that serves one of the formats, with its weight and copies of it."""
+def contestants(
+    n: int, k: int, specs: list[WeightFormat], chosen: list[str]
+) -> dict[str, tuple[Weight, list[PackedWeight]]]:
+    """Every layout of ours that serves one of the formats, with its weight and copies of it.
+
+    chosen: the names of layouts that are left; all if empty
+    """
     device, found = torch.device("cuda"), {}
     for spec in specs:
         problem = Problem(spec, n, k, torch.bfloat16, device)
         for name, layout in LAYOUTS.items():
+            if chosen and name not in chosen:
+                continue
             if layout.refuses(problem) is None and name not in BY_MEMORY_ONLY:
                 weight = spec.random(n, k, device)
                 found[f"{spec.name} {name}"] = weight, copies_of(layout.pack(weight, torch.bfloat16))
@@ -85,9 +97,12 @@ def relative_error(answer: Tensor, x: Tensor, weight: Weight) -> float:
     return float((answer.double() - expected).norm() / expected.norm())
 
 
-def measure(n: int, k: int, ms: list[int], tiles: list[one_row.Tile]) -> list[dict[str, Any]]:
-    found = contestants(n, k, [*(PEERS[:1] if tiles else PEERS), IQ2XXS()])
-    own = f"{IQ2XXS.name} iq2_xxs"
+def measure(
+    n: int, k: int, ms: list[int], tiles: list[one_row.Tile], chosen: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The times and errors at every M, and the bytes of each layout's weight."""
+    found = contestants(n, k, [*(PEERS[:1] if tiles else PEERS), IQ2XXS()], chosen)
+    own = OWN
     rows = []
     for m in ms:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -104,7 +119,38 @@ def measure(n: int, k: int, ms: list[int], tiles: list[one_row.Tile]) -> list[di
         wrong = {name: error for name, error in errors.items() if not error <= MAX_ERROR}
         if wrong:
             print(f"{n}x{k} M={m}: WRONG: {wrong}", flush=True)
-    return rows
+    return rows, {name: copies[0].nbytes for name, (_, copies) in found.items()}
+
+
+def copied_bytes_a_second() -> float:
+    """What a large copy reads and writes on this GPU."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, 2 * source.numel() / (begin.elapsed_time(end) * 1e-3))
+    return best
+
+
+def table(results: dict[str, dict[str, Any]], bandwidth: float) -> list[str]:
+    """All layers together by M: microseconds, the share of the bandwidth, and the speed over IQ2_XXS's."""
+    shapes = list(results.values())
+    lines = [f"us (share of {bandwidth / 1e12:.2f} TB/s, speed over IQ2_XXS)"]
+    lines[0] = f"{lines[0]:<56}" + "".join(f"{'M=' + str(row['m']):>20}" for row in shapes[0]["rows"])
+    for name, total in shapes[0]["bytes"].items():
+        total = sum(shape["bytes"][name] for shape in shapes)
+        cells = []
+        for at in range(len(shapes[0]["rows"])):
+            times = [shape["rows"][at]["microseconds"] for shape in shapes]
+            us, own = (sum(each.get(which, math.nan) for each in times) for which in (name, OWN))
+            cells.append(f"{us:.1f} ({total / bandwidth / us * 1e6:.0%}, {own / us:.2f})")
+        lines.append(f"{name:<56}" + "".join(f"{cell:>20}" for cell in cells))
+    return lines
 
 
 def tile_of(text: str) -> one_row.Tile:
@@ -119,6 +165,7 @@ def main() -> None:
     parser.add_argument("--m", default="1,2,4,8,16,32,64,128,256,1024")
     parser.add_argument("--shapes", default="", help="comma-separated; all if empty")
     parser.add_argument("--tiles", nargs="*", type=tile_of, default=[])
+    parser.add_argument("--layouts", nargs="*", default=[], help="all of ours if empty")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     ms = [int(m) for m in arguments.m.split(",")]
@@ -133,8 +180,8 @@ def main() -> None:
             "instructions_one_row": n * k * ONE_ROW_INSTRUCTIONS / (SMS * ISSUE_SLOTS * CLOCK) * 1e6,
             "instructions": n * k * INSTRUCTIONS / (SMS * ISSUE_SLOTS * CLOCK) * 1e6,
         }
-        rows = measure(n, k, ms, arguments.tiles)
-        results[name] = {"shape": [n, k], "floors_us": floors, "rows": rows}
+        rows, sizes = measure(n, k, ms, arguments.tiles, arguments.layouts)
+        results[name] = {"shape": [n, k], "floors_us": floors, "rows": rows, "bytes": sizes}
         print(f"{name}: floors " + ", ".join(f"{us:.1f} us by {by}" for by, us in floors.items()), flush=True)
         if arguments.out:
             told = {
@@ -148,6 +195,7 @@ def main() -> None:
         for row in result["rows"]
         for error in row["errors"].values()
     )
+    print("\n".join(["", *table(results, copied_bytes_a_second())]))
     print("right" if right else "WRONG")
     sys.exit(0 if right else 1)
 

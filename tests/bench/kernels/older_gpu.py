@@ -15,6 +15,8 @@ def pretend(major: int, minor: int) -> None:
     """Torch and Triton find a GPU of this compute capability from now on."""
     architecture = f"sm{major}{minor}"
     os.environ["TRITON_OVERRIDE_ARCH"] = architecture
+    # Inductor's other processes, and its own launcher, would know nothing of this.
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0"}
     import torch
     from triton import knobs
     from triton.backends.compiler import GPUTarget
