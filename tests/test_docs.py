@@ -123,7 +123,7 @@ def test_a_newcomers_questions_are_answered_by_files_that_exist():
 def test_the_public_import_paths_of_plugins_are_there():
     text = (DOCS / "plugins.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .+ \| (.+) \| `(scalegate[\w.]+)` \| `(\w+)\.add` \|$", text, re.MULTILINE)
-    helpers = re.findall(r"((?:`\w+`(?:, | and )?)+) in\s+`(scalegate[\w.]*)`", text)
+    helpers = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `(scalegate[\w.]*)` \|$", text, re.MULTILINE)
     assert len(rows) == 7 and len(helpers) == 7
     examples = re.findall(r"`(tests/\w+\.py)`", text)
     assert len(examples) == 3 and all((ROOT / example).is_file() for example in examples)
