@@ -29,6 +29,8 @@ down a single request; a smaller one would slow down prefill.
 
 
 def row_tiles(count: int, rows: int) -> Iterator[slice]:
-    """`count` rows in tiles of `rows`, the last one shorter. No tile's beginning depends on `count`."""
+    """Return `count` rows in tiles of `rows`, the last tile shorter. The place where a tile begins does not
+    depend on `count`.
+    """
     for first in range(0, count, rows):
         yield slice(first, min(first + rows, count))

@@ -1,4 +1,6 @@
-"""The error class for mistakes of the user and limits of the machine. Not for programming errors."""
+"""The error class for mistakes of the user and limits of the machine. Programming errors raise other
+exceptions.
+"""
 
 try:
     from click import ClickException
@@ -19,7 +21,7 @@ except ModuleNotFoundError as error:
 class UserError(ClickException):
     """Something the user can fix. The message says what is wrong, where, and what to do.
 
-    On the command line it is printed to stderr without a traceback; the exit status is 2.
+    On the command line the message is printed to stderr without a traceback; the exit status is 2.
     """
 
     exit_code = 2

@@ -11,5 +11,5 @@ NEW_OBJECTS = 10_000
 
 
 def search_rarely() -> None:
-    """Raise the threshold for this process, which must be one of ours: not for a library's users."""
+    """Raise the threshold for this process, which must be one of ours and not a library user's."""
     gc.set_threshold(NEW_OBJECTS)

@@ -10,7 +10,7 @@ KERNEL_PACKAGES = ("scalegate", "torch", "triton", "humming-kernels", "gemlite",
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version of a distribution; None if it is not installed."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -18,19 +18,19 @@ def installed_version(distribution: str) -> str | None:
 
 
 def own_version() -> str:
-    """Scalegate's version."""
+    """Return Scalegate's version."""
     return installed_version("scalegate") or NOT_INSTALLED
 
 
 @cache
 def installed_package(distribution: str) -> str | None:
-    """None if the distribution is installed; otherwise the reason for which a layout refuses."""
+    """Return None if the distribution is installed; otherwise the reason for which a layout refuses."""
     if installed_version(distribution) is None:
         return f"package not installed: pip install {distribution}"
     return None
 
 
 def kernel_versions() -> dict[str, str]:
-    """The installed versions of all distributions that a measurement depends on."""
+    """Return the installed versions of all distributions that a measurement depends on."""
     found = {package: installed_version(package) for package in KERNEL_PACKAGES}
     return {package: version for package, version in found.items() if version is not None}

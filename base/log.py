@@ -1,6 +1,7 @@
 """The one logger: notices, warnings and details of every command, as lines on stderr.
 
-Not for results, which commands print on stdout, nor for progress (`progress.py`), which is silent with it.
+Results, which commands print on stdout, do not go through it, nor does progress (`progress.py`), which is
+silent at the same level.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Options are defined once, as fields of a dataclass: type, default, help, legal values. Command lines,
 signatures and records are made from these fields.
 
-Not the options themselves (the engine's are in `serving_check/engine/options.py`, the workload's in
-`serving_check/settings.py`), nor the command line (`pipeline/cli/`).
+The options themselves are elsewhere (the engine's in `serving_check/engine/options.py`, the workload's in
+`serving_check/settings.py`), and so is the command line (`pipeline/cli/`).
 """
 
 import dataclasses
@@ -82,12 +82,12 @@ def option(
 
 
 def options_of(cls: type) -> list[Field[Any]]:
-    """The fields that are options; others are worked out, or cannot be given."""
+    """Return the fields that are options; other fields are worked out, or cannot be given."""
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
 def name_of(field: Field[Any]) -> str:
-    """An option's name on command lines and in signatures, with underscores."""
+    """Return an option's name on command lines and in signatures, with underscores."""
     return field.metadata["name"] or field.name
 
 
@@ -98,7 +98,7 @@ def flag(name: str) -> str:
 
 @functools.cache
 def kind_of(cls: type, name: str) -> type:
-    """int, float, str, Path, bool or tuple: the type of the option's value, if it is not None."""
+    """Return int, float, str, Path, bool or tuple: the type of the option's value, if it is not None."""
     hint = typing.get_type_hints(cls)[name]
     if isinstance(hint, types.UnionType):
         [hint] = [part for part in typing.get_args(hint) if part is not types.NoneType]
@@ -107,7 +107,7 @@ def kind_of(cls: type, name: str) -> type:
 
 
 def check(cls: type, field: Field[Any], value: Any) -> Any:
-    """`value` as the option holds it. Raises UserError that says what the value must be."""
+    """Return `value` as the option holds it. A UserError says what the value must be."""
     if type(value) is type(field.default) and value == field.default:
         return value
     metadata, kind = field.metadata, kind_of(cls, field.name)
@@ -133,14 +133,14 @@ def check(cls: type, field: Field[Any], value: Any) -> Any:
 
 
 def check_options(options: object) -> None:
-    """Checks every option of a frozen dataclass, in its `__post_init__`."""
+    """Check every option of a frozen dataclass, in its `__post_init__`."""
     cls = type(options)
     for field in options_of(cls):
         object.__setattr__(options, field.name, check(cls, field, getattr(options, field.name)))
 
 
 def _as_kind(kind: type, value: Any, any_order: bool) -> Any:
-    """Converts `value` to the type that the field needs: a list of numbers to a tuple, a text to a path."""
+    """Convert `value` to the type that the field needs: a list of numbers to a tuple, a text to a path."""
     if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
         numbers = tuple(value)
         return tuple(sorted(numbers)) if any_order and all(type(n) is int for n in numbers) else numbers
@@ -154,7 +154,7 @@ def _as_kind(kind: type, value: Any, any_order: bool) -> Any:
 
 
 def parse(cls: type, field: Field[Any], text: str) -> Any:
-    """Converts a command line's text to the option's value and checks it."""
+    """Convert a command line's text to the option's value and check it."""
     kind, count = kind_of(cls, field.name), field.metadata["count"]
     if text == ALL and count is not None:
         if not (found := count()):
@@ -168,19 +168,19 @@ def parse(cls: type, field: Field[Any], text: str) -> Any:
 
 
 def given_of(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The `given` options that are fields of the dataclass. None means that an option is not given."""
+    """Return the `given` options that are fields of the dataclass. An option of None is not given."""
     return {
         field.name: value for field in options_of(cls) if (value := given.get(name_of(field))) is not None
     }
 
 
 def from_given(cls: type[T], given: Mapping[str, Any]) -> T:
-    """An instance of the dataclass from the `given` options. None means that an option is not given."""
+    """Return an instance of the dataclass from the `given` options. An option of None is not given."""
     return cls(**given_of(cls, given))
 
 
 def values_of(options: object, unlike: object = None) -> dict[str, Any]:
-    """Every option of a dataclass by its name on a command line.
+    """Return every option of a dataclass by its name on a command line.
 
     unlike: another instance of the class; only options that differ from it are shown
     """
@@ -192,7 +192,9 @@ def values_of(options: object, unlike: object = None) -> dict[str, Any]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line. Defaults are written too; options without a value are left out."""
+    """Return options as words of a command line. Defaults are written too; options without a value are left
+    out.
+    """
     words = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -203,14 +205,14 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def text_of(value: Any) -> str:
-    """Formats a value as on a command line: `1,2,4` for a tuple, `4` for 4.0."""
+    """Format a value as on a command line: `1,2,4` for a tuple, `4` for 4.0."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def help_of(field: Field[Any], is_sized: bool = False) -> str:
-    """The help of an option, with its default.
+    """Return the help of an option, with its default.
 
     is_sized: the default is worked out from the workload
     """
@@ -223,10 +225,11 @@ def help_of(field: Field[Any], is_sized: bool = False) -> str:
 
 
 def takes(*classes: type, sized: Collection[str] = ()) -> Callable[[F], F]:
-    """A decorator for a function that ends in `**options`: it accepts the classes' options by name, and no
-    others.
+    """Return a decorator for a function that ends in `**options`: it accepts the classes' options by name,
+    and no others.
 
-    Its signature and docstring name them all. UserError for an unknown one, with a name that is like it.
+    The decorated function's signature and docstring name all these options. An unknown option raises
+    UserError, with a name that is like it.
 
     sized: options that the function computes if they are not given
     """

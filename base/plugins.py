@@ -1,7 +1,8 @@
 """Plugins: third-party modules that register formats, layouts, KV formats, engines or conventions.
 
-They are found in two ways: through entry points of the group `scalegate.plugins`, and through the environment
-variable `SCALEGATE_PLUGINS`, a comma-separated list of modules or .py files. Child processes inherit both.
+Plugins are found in two ways: through entry points of the group `scalegate.plugins`, and through the
+environment variable `SCALEGATE_PLUGINS`, a comma-separated list of modules or .py files. Child processes
+inherit both.
 """
 
 import importlib
@@ -24,7 +25,7 @@ _STATE = {"loaded": False, "loading": False}
 
 
 def load_plugins() -> None:
-    """Import every plugin, once a process. UserError names a plugin that cannot be imported.
+    """Import every plugin, once a process. A plugin that cannot be imported raises a UserError with its name.
 
     A plugin that reads a registry during its own import sees what has been registered so far.
     """

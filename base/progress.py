@@ -1,6 +1,6 @@
 """The progress bar of every long job: tqdm's on a terminal, otherwise a whole line every few seconds.
 
-Not for messages that must appear even without a progress bar; those are in `base/stage_clock.py`.
+Messages that must appear even without a progress bar are in `base/stage_clock.py`.
 """
 
 import sys
@@ -29,13 +29,17 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool | None, *
 
 
 class Bar(tqdm):
-    """tqdm's bar, but an interrupt while the bar is being created leaves an object that can be closed."""
+    """tqdm's bar, except that an interrupt while the bar is being created leaves an object that can be
+    closed.
+    """
 
     disable: bool = True
 
 
 class ProgressLines(Bar):
-    """Progress for logs and pipes, in whole lines. The final line is printed only if one came before it."""
+    """Progress for logs and pipes, in whole lines. The final line is printed only if another line came before
+    it.
+    """
 
     monitor_interval = 0
     """Turns off tqdm's monitor thread, which would redraw."""

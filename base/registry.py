@@ -1,4 +1,4 @@
-"""A table of implementations by name. Its error for an unknown name lists the known ones."""
+"""A table of implementations by name. An unknown name raises an error that lists the known names."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar

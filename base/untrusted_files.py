@@ -1,7 +1,7 @@
 """Reading JSON and YAML from untrusted files, with limits on size, depth and number of values.
 
-For every record, config, header and card of a checkpoint or an artifact. Whatever a file contains, the result
-is its content or a UserError, in bounded time and memory. Not for tensors.
+Every record, config, header and card of a checkpoint or an artifact is read here. Whatever a file contains,
+the result is its content or a UserError, in bounded time and memory. Tensors are read elsewhere.
 """
 
 import json
@@ -28,7 +28,8 @@ TOO_LARGE_FOR_INT64 = 1 << 63
 
 
 def read_outside(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """The content of a regular file. FileNotFoundError if it is missing, UserError for any other problem.
+    """Return the content of a regular file. A missing file raises FileNotFoundError, any other problem
+    UserError.
 
     Pipes and devices are refused without waiting for them: the file is opened without blocking.
     """
@@ -53,7 +54,9 @@ def read_outside(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_json_object(path: Path, *, advice: str = "", infinity: bool = False) -> dict[str, Any]:
-    """The object in the JSON file `path`. UserError says what is wrong; `advice` says what to do about it."""
+    """Return the object in the JSON file `path`. A UserError says what is wrong; `advice` says what to do
+    about it.
+    """
     try:
         raw = read_outside(path)
     except FileNotFoundError as error:
@@ -65,7 +68,7 @@ def read_json_object(path: Path, *, advice: str = "", infinity: bool = False) ->
 
 
 def parse_json(raw: bytes | str, where: str, *, advice: str = "", infinity: bool = False) -> Any:
-    """The JSON value `raw`. UserError names the place, `where`.
+    """Return the JSON value `raw`. A UserError names the place, `where`.
 
     infinity: accept `Infinity` and `-Infinity`, which transformers writes into configs
     """
@@ -86,7 +89,7 @@ def parse_json(raw: bytes | str, where: str, *, advice: str = "", infinity: bool
 
 
 def parse_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES, *, advice: str = "") -> Any:
-    """The YAML value `text`, read with `loader`. UserError names the place, `where`.
+    """Return the YAML value `text`, read with `loader`. A UserError names the place, `where`.
 
     Aliases are refused: a few lines of them can expand to gigabytes.
     """
@@ -109,7 +112,7 @@ def parse_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES,
 
 
 def refuse_heavy_yaml(text: str, where: str, loader: type, limit: int = MAX_YAML_BYTES) -> None:
-    """UserError if `text` is too long, too deep, or has an alias; yaml.YAMLError for a syntax error."""
+    """Raise UserError if `text` is too long, too deep, or has an alias; yaml.YAMLError for a syntax error."""
     if len(text) > limit:
         raise UserError(f"{where} has more than {limit:,} characters of YAML; make it shorter")
     depth = 0
@@ -154,7 +157,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _refuse_half_characters(value: Any) -> None:
-    """ValueError for a lone surrogate, which JSON can express but no file or terminal can hold."""
+    """Raise ValueError for a lone surrogate, which JSON can express but no file or terminal can hold."""
     json.dumps(value, ensure_ascii=False).encode("utf-8")
 
 

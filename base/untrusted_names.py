@@ -14,7 +14,9 @@ HUB_BLOBS = "blobs"
 
 
 def name_refusal(name: object) -> str | None:
-    """None if `name` is a relative, normalized, printable path inside a folder; otherwise why it is not."""
+    """Return None if `name` is a relative, normalized, printable path inside a folder; otherwise why it is
+    not.
+    """
     if not isinstance(name, str) or not name:
         return "it is not a name"
     if len(name) > MAX_NAME:
@@ -32,7 +34,9 @@ def name_refusal(name: object) -> str | None:
 
 
 def require_inside(name: object, where: str) -> str:
-    """`name`, as found in `where`. UserError unless it is a plain path inside the folder."""
+    """Return `name`, as found in `where`. UserError is raised unless the name is a plain path inside the
+    folder.
+    """
     reason = name_refusal(name)
     if reason is not None:
         raise UserError(
@@ -43,7 +47,7 @@ def require_inside(name: object, where: str) -> str:
 
 
 def leads_out(folder: Path, name: str) -> bool:
-    """Whether `folder/name`, or a folder on the way to it, is a symlink that leads out of `folder`.
+    """Say whether `folder/name`, or a folder on the way to it, is a symlink that leads out of `folder`.
 
     Links into the `blobs` folder of the same repository in the Hub's cache are allowed.
     """
@@ -56,13 +60,15 @@ def leads_out(folder: Path, name: str) -> bool:
 
 
 def parent_leads_out(folder: Path, name: str) -> bool:
-    """Whether the directory of `folder/name` is outside `folder`: nothing may be written or deleted there."""
+    """Say whether the directory of `folder/name` is outside `folder`: nothing may be written or deleted
+    there.
+    """
     parent = PurePosixPath(name).parent.as_posix()
     return parent != "." and not (folder / parent).resolve().is_relative_to(folder.resolve())
 
 
 def file_refusal(folder: Path, name: str) -> str | None:
-    """None if `folder/name` is a regular file of that folder; otherwise why it is not."""
+    """Return None if `folder/name` is a regular file of that folder; otherwise why it is not."""
     if leads_out(folder, name):
         return "a symlink that leads out of the folder"
     try:
@@ -73,7 +79,9 @@ def file_refusal(folder: Path, name: str) -> str | None:
 
 
 def require_file(folder: Path, name: str) -> Path:
-    """`folder/name`. UserError unless it is a regular file that lies there."""
+    """Return the path `folder/name`. UserError is raised unless the name is that of a regular file in the
+    folder.
+    """
     reason = file_refusal(folder, name)
     if reason is not None:
         raise UserError(f"{folder / name} is not used ({reason}); put the file itself there")
@@ -81,7 +89,7 @@ def require_file(folder: Path, name: str) -> Path:
 
 
 def _hub_blobs(snapshot: Path) -> Path | None:
-    """`…/models--ORG--NAME/blobs` for the folder `…/models--ORG--NAME/snapshots/COMMIT`."""
+    """Return `…/models--ORG--NAME/blobs` for the folder `…/models--ORG--NAME/snapshots/COMMIT`."""
     repository = snapshot.parent.parent
     blobs = repository / HUB_BLOBS
     is_hub = snapshot.parent.name == "snapshots" and repository.name.startswith("models--")

@@ -1,1 +1,1 @@
-"""GPU kernels and, beside each, its plain-torch reference. Imports nothing else of Scalegate."""
+"""GPU kernels and, beside each, its plain-torch reference. This package imports nothing else of Scalegate."""

@@ -1,7 +1,7 @@
 """The orthonormal Hadamard rotation of head channels, which spreads outliers before few bits hold them.
 
-Sylvester's order: H[i, j] = (-1)^popcount(i & j) / sqrt(D). H is symmetric and its own inverse, so rotated
-queries have the same products with rotated keys, and multiplying by H again rotates a result back.
+Rows are in Sylvester's order: H[i, j] = (-1)^popcount(i & j) / sqrt(D). H is symmetric and its own inverse,
+so rotated queries have the same products with rotated keys, and multiplying by H again rotates a result back.
 """
 
 import functools
@@ -22,14 +22,14 @@ def _matrix(dim: int, device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 def rotate_reference(x: Tensor) -> Tensor:
-    """x [..., D] times H, fp32. D is a power of two."""
+    """Multiply x [..., D] by H, in fp32. D is a power of two."""
     dim = x.shape[-1]
     return (x.float() @ _matrix(dim, x.device)) * dim**-0.5
 
 
 @triton.jit
 def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
-    """x fp32 [ROWS, DIM] times H: one butterfly for each bit of the index, from top to bottom."""
+    """Multiply x fp32 [ROWS, DIM] by H: one butterfly for each bit of the index, from top to bottom."""
     for _ in tl.static_range(LOG_DIM):
         halves = tl.permute(tl.reshape(x, [ROWS, 2, DIM // 2]), [0, 2, 1])
         low, high = tl.split(halves)
@@ -39,7 +39,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
 
 @triton.jit
 def rotate_slices(x0, x1, x2, x3, matrix_ptr, WIDTH: tl.constexpr):
-    """Columns times H, fp32: slices [D/4, M] of neighbouring channels, each multiplied, then added.
+    """Multiply columns by H, fp32: slices [D/4, M] of neighbouring channels are multiplied, then added.
 
     H of D is H of four (x) H of D/4. matrix: fp16 [D/4, D/4] of +-1
     """
@@ -59,7 +59,7 @@ def _rotate_rows(
     x_ptr, matrix_ptr, out_ptr, num_rows, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES times ROWS rows; some are loaded while those before are multiplied.
+    """Rotate TILES times ROWS rows; some rows are loaded while earlier rows are multiplied.
 
     The stride is known to be divisible by 16, so that a load can read eight channels.
     """
@@ -76,14 +76,14 @@ def _rotate_rows(
 
 
 def rotates_by_products(x: Tensor) -> bool:
-    """Whether `rotate_rows` supports x [T, H, D]: 16 bits, and a matrix that fits into shared memory."""
+    """Say whether `rotate_rows` supports x [T, H, D]: 16 bits, and a matrix that fits into shared memory."""
     return x.element_size() == 2 and 16 <= x.shape[2] <= 128
 
 
 def rotate_rows(x: Tensor, out: Tensor) -> None:
     """Write x [T, H, D], a token's heads contiguous, times H into `out`, contiguous, of any float dtype.
 
-    It uses the matrix units: for many tokens a butterfly takes three times as long.
+    The rotation uses the matrix units: for many tokens a butterfly takes three times as long.
     """
     tokens, heads, dim = x.shape
     rows, tiles = 64, 8
@@ -94,5 +94,5 @@ def rotate_rows(x: Tensor, out: Tensor) -> None:
 
 
 def log2(dim: int) -> int:
-    """The Hadamard matrix of a power of two."""
+    """Return the Hadamard matrix of a power of two."""
     return dim.bit_length() - 1

@@ -1,7 +1,7 @@
 """Batch-invariant matrix product of a plain weight: one order of summation for every number of rows; Triton.
 
-Not for packed weights, which have `hopper/invariant.py`, nor for serving in which bits may depend on M:
-cuBLAS is faster.
+Packed weights have `hopper/invariant.py`; cuBLAS is faster if bits may depend on
+M.
 
     x        [M, K]   bf16, fp16 or fp32, rows contiguous
     weight   [N, K]   x's dtype, rows contiguous
@@ -9,11 +9,11 @@ cuBLAS is faster.
 
 "Swap AB": the weight is the first operand of the matrix instruction, acc[BN, BM] += w[BN, BK] . x[BM, BK]^T,
 so sixteen rows of x cost an instruction of N = 16. Sums run over K sixteen columns at a time, which is one
-instruction, in every tile. Splits of K follow from the weight's shape alone. With few rows each has a CTA,
-and the last CTA to finish adds the partial sums in the order of K; with many rows one CTA takes all splits in
-that order. So M may decide the tile, stages and warps, but not the bits of a row.
+instruction, in every tile. Splits of K follow from the weight's shape alone. With few rows each split has a
+CTA, and the last CTA to finish adds the partial sums in the order of K; with many rows one CTA takes all
+splits in that order. So M may decide the tile, stages and warps, but not the bits of a row.
 
-Bytes with few rows: 2 * N * K. Partial sums add 8 * M * N * splits, which stay in L2.
+With few rows the kernel reads 2 * N * K bytes. Partial sums add 8 * M * N * splits, which stay in L2.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ FLOAT32_TILE = Tile(16, 64, 32, 2, 4)
 
 
 def tile_for(m: int, n: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
-    """The tile for m rows of x and a weight [n, k]: it decides the speed, and no bit."""
+    """Return the tile for m rows of x and a weight [n, k]: it decides the speed, and no bit."""
     if dtype == torch.float32:
         return FLOAT32_TILE
     # The last has more sums than registers, where these hold operands as well.
@@ -83,10 +83,10 @@ def tile_for(m: int, n: int, k: int, dtype: torch.dtype, capability: tuple[int, 
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """The number of splits of K: by the weight's shape alone, so that one row fills the GPU.
+    """Return the number of splits of K, by the weight's shape alone, so that one row fills the GPU.
 
-    A split costs one and a half units to start, and three fifths to be added: little with one row, more with
-    128, whose partial sums are large.
+    A split costs one and a half units to start, and three fifths of a unit to be added: little with one row,
+    more with 128 rows, whose partial sums are large.
     """
     tiles, units = triton.cdiv(n, SPLIT_TILE), triton.cdiv(k, SPLIT_UNIT)
     if tiles >= SLOTS:
@@ -100,7 +100,7 @@ def splits_of(n: int, k: int) -> int:
 
 
 def semaphores_of(n: int) -> int:
-    """int32 zeros that a weight of n rows needs; every product resets them to zero."""
+    """Return int32 zeros that a weight of n rows needs; every product resets them to zero."""
     return triton.cdiv(n, SPLIT_TILE) * triton.cdiv(MAX_SPLIT_ROWS, 128)
 
 
@@ -125,7 +125,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def _sum_columns(x_at, weight_at, in_x, in_weight, begin, end, K, FORM: tl.constexpr):
-    """fp32 [bn, bm] over the columns begin .. end."""
+    """Return sums fp32 [bn, bm] over the columns begin .. end."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     accumulator = tl.zeros([BN, BM], tl.float32)
@@ -151,7 +151,7 @@ def _sum_columns(x_at, weight_at, in_x, in_weight, begin, end, K, FORM: tl.const
 def invariant_matmul_kernel(
     x_ptr, weight_ptr, y_ptr, partials, semaphores, M, N, K, units, tiles_m, splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of y, all of one run of weights together; times splits if these have CTAs of their own."""
+    """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     if FORM.pdl:
@@ -198,7 +198,7 @@ def invariant_matmul_kernel(
 
 
 def invariant_matmul(x: Tensor, weight: Tensor, semaphores: Tensor, tile: Tile | None = None) -> Tensor:
-    """A new y [M, N]; arguments as in the file's docstring. `tile` overrides the table, for tuning.
+    """Return a new y [M, N]; arguments are described above. `tile` overrides the table, for tuning.
 
     semaphores: int32 zeros, `semaphores_of(N)` of them, for this weight alone
     """

@@ -1,6 +1,6 @@
-"""Sums of a product whose K is split among CTAs: each writes its own, and the last one adds them up; Triton.
+"""Sums of a product whose K is split among CTAs: each writes its sums, and the last one adds them; Triton.
 
-They are added in the order of K whichever CTA is the last, so the bits do not depend on the order in which
+Sums are added in the order of K whichever CTA is the last, so the bits do not depend on the order in which
 CTAs end. Partial sums are fp32 and go through L2: `8 bytes * M * N * splits`, written and read.
 """
 
@@ -9,14 +9,14 @@ from .triton_imports import tl, triton
 
 @triton.jit
 def partials_of(partials, tile, splits, BN: tl.constexpr, BM: tl.constexpr):
-    """Where a tile [bn, bm] has its first split's sums; those of the next follow after bn * bm."""
+    """Return where a tile [bn, bm] has its first split's sums; the next split's follow after bn * bm."""
     within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     return partials + tile.to(tl.int64) * splits * (BN * BM) + within
 
 
 @triton.jit
 def ends_last(at, sums, semaphore, split, splits, BN: tl.constexpr, BM: tl.constexpr):
-    """Write a split's sums [bn, bm]; whether those of all others are there."""
+    """Write a split's sums [bn, bm]; return whether all other splits' sums are there."""
     tl.store(at + split * (BN * BM), sums)
     tl.debug_barrier()
     return tl.atomic_add(semaphore, 1, sem="acq_rel", scope="gpu") == splits - 1
@@ -24,7 +24,7 @@ def ends_last(at, sums, semaphore, split, splits, BN: tl.constexpr, BM: tl.const
 
 @triton.jit
 def sum_of_splits(at, semaphore, splits, BN: tl.constexpr, BM: tl.constexpr):
-    """The sums of all splits, for the CTA that ends last; it resets the semaphore."""
+    """Return the sum of all splits, for the CTA that ends last; it resets the semaphore."""
     total = tl.zeros([BN, BM], tl.float32)
     for index in range(splits):
         total += tl.load(at + index * (BN * BM), cache_modifier=".cg")

@@ -1,7 +1,7 @@
 """Triton and Gluon under the names that our kernels use, or a stand-in where Triton is not installed.
 
 With the stand-in, kernel files can be imported on macOS and Windows for their torch references and host code.
-Kernels cannot be launched there; without CUDA no layout is chosen that would.
+Kernels cannot be launched with the stand-in; without CUDA no layout is chosen that would launch a kernel.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
             self.value = value
 
     class StandIn:
-        """Any attribute of it is the object itself; as a decorator it returns the decorated function
+        """Any attribute of the object is the object itself; as a decorator it returns the decorated function
         unchanged.
         """
 

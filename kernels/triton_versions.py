@@ -8,7 +8,7 @@
 | `tma_store`      | `tma.async_copy_shared_to_global` | `tma.async_store`  | `tma.async_store` |
 | `WHOLE_VIEWS`    | no                                | yes                | no                |
 
-For `triton_imports.py` alone; empty if Triton is not installed.
+This module is for `triton_imports.py` alone; it is empty if Triton is not installed.
 """
 
 import os
@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def first_of(owner: Any, *names: str) -> Any:
-    """The first attribute that `owner` has."""
+    """Return the first attribute that `owner` has."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 

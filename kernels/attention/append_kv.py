@@ -1,14 +1,14 @@
 """Append to the paged KV cache: new keys and values stored, quantized on the way; Triton, and its reference.
 
-Every KV dtype that `decode.py` reads: 16 bit as it is, e4m3 with a given scale a head, int8 with a
-scale of its own for each token and head.
+All KV dtypes that `decode.py` reads are written: 16 bit as it is, e4m3 with a given scale a head, int8 with a
+scale for each token and head.
 
     key, value    [T, H_kv, D]          bf16 or fp16; T tokens of any requests
     slots         int64 [T]             page * page_size + offset; -1 stores nothing (padding of a batch)
     key_pages     [P, H_kv, page, D]    written; value_pages alike
     key_scale     None; fp32 [H_kv] for e4m3, read; fp32 [P, H_kv, page] for int8, written
 
-Bytes a token and head: 2 * D * 2 read, 2 * D * itemsize written; one launch a layer.
+A token and head take 2 * D * 2 bytes read and 2 * D * itemsize written; one launch a layer.
 """
 
 import torch
@@ -24,9 +24,9 @@ LARGE = 1024
 
 
 def quantize_reference(new: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`new` [..., H_kv, D] as pages of `dtype` hold it; for int8 also the scales [..., H_kv] it chose.
+    """Return `new` [..., H_kv, D] as pages of `dtype` hold it; for int8 also its scales [..., H_kv].
 
-    scale: fp32 [H_kv] for e4m3; anything else ignores it
+    scale: fp32 [H_kv] for e4m3; other dtypes ignore it
     """
     values = new.float()
     if dtype == torch.int8:
@@ -40,7 +40,7 @@ def quantize_reference(new: Tensor, dtype: torch.dtype, scale: Tensor | None) ->
 def append_kv_reference(
     new: Tensor, pages: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`pages` (and int8's `scale`) after storing `new`, either keys or values, on copies of both."""
+    """Store `new`, keys or values, in a copy of `pages`; return the copy (and a copy of int8's `scale`)."""
     pages = pages.clone()
     scale = scale.clone() if scale is not None else None
     stored, token_scale = quantize_reference(new, pages.dtype, scale)
@@ -56,7 +56,7 @@ def append_kv_reference(
 
 @triton.jit
 def _quantize(x, scale_ptr, head, at, stored, SCALES: tl.constexpr):
-    """x fp32 [T, D] as the pages hold it; int8 also stores the scales it chose."""
+    """Convert x fp32 [T, D] to the pages' dtype; for int8 also store the scales."""
     if SCALES == 1:
         x = x / tl.load(scale_ptr + head)
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
@@ -76,7 +76,7 @@ def _append(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SCALES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of TOKENS tokens, for one kv head."""
+    """Store keys and values of TOKENS tokens, for one kv head."""
     if PDL:
         # Launched while the kernel ahead still runs, and before anything is read.
         tl.extra.cuda.gdc_wait()

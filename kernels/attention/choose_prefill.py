@@ -53,7 +53,7 @@ class Step:
 
 
 def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
-    """Whether the Hopper kernel should handle the step on a GPU of that compute capability."""
+    """Whether the Hopper kernel should compute the step on a GPU of that compute capability."""
     queries, keys, values = step.dtypes
     return (
         capability[0] == 9
@@ -73,7 +73,7 @@ def hopper_takes(step: Step, capability: tuple[int, int]) -> bool:
 def hopper_runs(
     device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], head_dim: int
 ) -> bool:
-    """Runs the Hopper kernel on one token to see whether it compiles; if it does not, warns with the
+    """Run the Hopper kernel on one token to see whether it compiles; if it does not, warn with the
     reason.
     """
     queries, keys, values = dtypes
@@ -108,7 +108,7 @@ def attend_prefill(
     one_form: bool,
     widened: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in `prefill_attention`.
+    """Write the tiles' tokens of `out`; arguments are as in `prefill_attention`.
 
     widened: for pages of eight bits, which pages the step reads, int64 [n], and a block table of indices into
              these; widened keys and values are read by that table

@@ -1,6 +1,6 @@
 """Decode attention over paged KV, split-KV (flash-decoding), merged in a fixed order; Triton.
 
-One query token per request. Not for prefill, and not for formats that pack more than one value in a byte.
+Each request has one query token. Prefill and formats with several values in a byte are not handled.
 
     q            [B, H, D]            bf16, fp16 or fp32
     key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn, or int8; value_pages alike
@@ -12,12 +12,12 @@ One query token per request. Not for prefill, and not for formats that pack more
 A program handles one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so
 K and V are read and decoded once. Splits are counted from the start of the context, and their size depends on
 that request's length alone. So a request's bits do not depend on who shares its batch (pegainfer #438). Short
-contexts are split finer, because a program's time there is the latency of one tile after another. Eight-bit
+contexts are split finer, because their programs' time is the latency of one tile after another. Eight-bit
 pages are not split finer: their programs need long runs of tiles to keep loads in flight. Scales are never
 applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
-Bytes for one request of L tokens: 2 * L * H_kv * D * itemsize, once; partial sums add H * D * 4 * 2 / split.
-At G = 4, D = 128, split = 512 that is 3% in bf16. Floor: bytes over the device's copy bandwidth.
+One request of L tokens takes 2 * L * H_kv * D * itemsize bytes, once; partial sums add H * D * 4 * 2 / split.
+At G = 4, D = 128, split = 512 that is 3% in bf16. The floor is bytes over copy bandwidth.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def decode_attention_reference(
     lengths: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Reference of the kernel in fp64, one request at a time; shapes as in the docstring above."""
+    """Compute the kernel's result in fp64, one request at a time; the file's docstring has the shapes."""
     sinks, softcap = options.sinks, options.softcap
     batch, heads, head_dim = q.shape
     kv_heads = key_pages.shape[1]
@@ -67,7 +67,7 @@ def decode_attention_reference(
 
 
 def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
-    """The context's keys or values [H_kv, tokens, D] in fp64, scales applied."""
+    """Return the context's keys or values [H_kv, tokens, D] in fp64, with scales applied."""
     values = pages_of[pages].double()
     if scale is not None:
         by_token = scale.ndim == 3
@@ -89,7 +89,7 @@ _INT8_HIGH = tl.constexpr("{.reg .b32 t, c; xor.b32 t, $1, 0x80808080; prmt.b32 
 
 @triton.jit
 def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr):
-    """The low (even d) or high (odd d) bytes of int16 `pairs`, as fp16: exact for e4m3 and for int8."""
+    """Return the low (even d) or high (odd d) bytes of int16 `pairs` as fp16: exact for e4m3 and int8."""
     if ASM:
         low: tl.constexpr = _E4M3_LOW if SCALES == 1 else _INT8_LOW
         high: tl.constexpr = _E4M3_HIGH if SCALES == 1 else _INT8_HIGH
@@ -102,21 +102,21 @@ def _decode_byte(pairs, HIGH: tl.constexpr, SCALES: tl.constexpr, ASM: tl.conste
 
 @triton.jit
 def _split_tokens(length, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens a split of a context: a tile up to four tiles, two up to eight, SPLIT beyond."""
+    """Return the tokens in a split of a context: a tile up to four tiles, two up to eight, SPLIT beyond."""
     return tl.where(length <= 4 * BLOCK, BLOCK, tl.where(length <= 8 * BLOCK, 2 * BLOCK, SPLIT))
 
 
 @triton.jit
 def _is_only_split(length, first_token, split_tokens, SINKS: tl.constexpr):
-    """Whether no merge is needed; with sinks, a merge is always needed."""
+    """Say whether no merge is needed; with sinks, a merge is always needed."""
     return (length > 0) & ((length - 1) // split_tokens == first_token // split_tokens) & (not SINKS)
 
 
 @triton.jit
 def _pages_of(table_ptr, block, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The one or two pages that the tile at token `block` lies in; page 0 past the end.
+    """Return the one or two pages that the tile at token `block` lies in; page 0 past the end.
 
-    Two scalars: a tensor load would be pipelined like keys and values, and take their buffers.
+    The pages are two scalars: a tensor load would be pipelined like keys and values, and take their buffers.
     """
     page = tl.load(table_ptr + block // PAGE, mask=block < end, other=0)
     second_page = page
@@ -130,7 +130,7 @@ def _slots(
     page, second_page, block, in_block, kv_head,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row offsets, in rows of D, of the tile's tokens."""
+    """Return the row offsets, in rows of D, of the tile's tokens."""
     slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE
     if BLOCK > PAGE:
         second = (second_page.to(tl.int64) * KV_HEADS + kv_head) * PAGE
@@ -139,8 +139,8 @@ def _slots(
 
 
 class Form(NamedTuple):
-    """Compile-time parameters of `_attend_splits`. Triton files kernels under this tuple, and hashing it is
-    cheap.
+    """Compile-time parameters of `_attend_splits`. Triton files kernels under this tuple, and hashing the
+    tuple is cheap.
 
     dim: head_dim as a power of two; group: query heads of a kv head, likewise, 16 at least; split, block:
     tokens of a long context's split, and of keys at a time; fine: short contexts are split finer
@@ -171,8 +171,8 @@ def _attend_splits(
     partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of the splits that this program handles: every `num_programs(0)`-th one. If there
-    is only one split, the result.
+    """Compute partial softmax sums of the splits that this program handles: every `num_programs(0)`-th. If
+    there is only one split, write the result.
 
     Eight-bit pages are read as int16 pairs of neighbouring d, and even and odd d are separate products: the
     matrix units need two *tokens* in a register, and the transposing load does that for 16-bit values only.
@@ -284,7 +284,7 @@ def add_splits(
     acc, largest, total, first, end, at, partial_ptr, lse_ptr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """acc [D], and the largest score and total of weights that it is under, further by splits first .. end.
+    """Return acc [D], further by splits first .. end, and the largest score and total weight it is under.
 
     The order and grouping are always the same. at: where the head's splits begin
     """
@@ -316,7 +316,7 @@ def _merge_splits(
 ):  # fmt: skip
     """Add a head's splits, always in the order of the context and in the same grouping.
 
-    ROTATED: they are of rotated values, and also an only split is still to be rotated back.
+    ROTATED: splits are of rotated values, and an only split is still to be rotated back too.
     """
     if PDL:
         # What comes next may fetch its weights meanwhile, and waits itself.
@@ -388,7 +388,7 @@ class DecodeWorkspace:
 
 
 def decode_split_tokens(max_context: int) -> int:
-    """Tokens in one split of a long context: from the longest that is admitted, never from the live batch.
+    """Return tokens in a split of a long context, from the longest admitted, never from the live batch.
 
     At most 64 splits keep the merge short; at least 256 tokens per split keep partial sums under 6% of the
     traffic at four query heads a group.
@@ -413,9 +413,9 @@ def decode_attention(
     options: AttentionOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Launch the two kernels; arguments as in the file's docstring.
+    """Launch the two kernels; arguments are as in the file's docstring.
 
-    Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
+    The kernels compile once for given head counts, page size and KV dtype, and specialize on no running size.
     """
     batch, heads, head_dim = q.shape
     kv_heads, page = key_pages.shape[1], key_pages.shape[2]

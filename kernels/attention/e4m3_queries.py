@@ -4,7 +4,7 @@
     codes        float8_e4m3fn [T, H, D]   q * (448 / the largest magnitude of its head, or 1e-20)
     scale        fp32 [T, H]               that magnitude / 448, never zero; it belongs to the scores
 
-Not for keys and values: they have one fixed scale per head.
+Keys and values are left out: their scale per head is fixed.
 """
 
 import torch
@@ -18,7 +18,7 @@ LEAST = 1e-20
 
 
 def e4m3_queries(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scale; a head of zeros has codes of zero."""
+    """Return codes and scale; a head of zeros has codes of zero."""
     largest = q.float().abs().amax(-1).clamp(min=LEAST)
     codes = (q.float() * (LARGEST / largest).unsqueeze(-1)).clamp(-LARGEST, LARGEST)
     return codes.to(torch.float8_e4m3fn), largest / LARGEST

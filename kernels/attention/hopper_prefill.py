@@ -1,6 +1,6 @@
 """Prefill attention on Hopper over paged keys of 16 bits or e4m3, values of 16: TMA, wgmma, Gluon.
 
-The attention of `prefill.py`, on FlashAttention-3's schedule (Shah et al., 2024):
+The kernel computes the attention of `prefill.py` on FlashAttention-3's schedule (Shah et al., 2024):
 
     producer warp     TMA: blocks of keys and of values, a page at a time --> two rings in shared memory
                       (`hopper_prefill_loads.py`)
@@ -15,16 +15,16 @@ The attention of `prefill.py`, on FlashAttention-3's schedule (Shah et al., 2024
     block_table, tiles, out           as in `prefill.py`
     key_table    int32 [R, pages]     block_table of e4m3 keys
 
-Persistent: the program of each SM handles one item (`hopper_prefill_items.py`) per round, the longest first,
-and loads an item's first blocks while it finishes the previous item.
+The kernel is persistent: the program of each SM handles one item (`hopper_prefill_items.py`) per round, the
+longest first, and loads an item's first blocks while it finishes the previous item.
 
 With e4m3 keys, queries are rounded to e4m3 too, with one scale a token and head (`e4m3_queries.py`) that
 multiplies the scores. The product then takes half the time, and a key takes half the bytes. Hopper
 accumulates such products with about 14 bits, which loses less than rounding the operands does. Values stay 16
-bits: wgmma reads 8-bit operands only along the sum, and values lie across it.
+bits: wgmma reads 8-bit operands only along the sum, and values lie across the sum.
 
 A token's bits depend only on its own context, but differ from those of `prefill.py`, whose blocks are
-shorter. Not for decoding, nor for stored int8, which a large step widens first (`widen_pages.py`).
+shorter. Decoding is left to other kernels; stored int8 is widened first in a large step (`widen_pages.py`).
 """
 
 import functools
@@ -75,7 +75,7 @@ def pass_turn(TO: gl.constexpr):
 
 @gluon.constexpr_function
 def accumulator_layout(columns, depth=16):
-    """depth: numbers along the sum of one instruction, 32 bytes of them."""
+    """depth: numbers along the sum of one instruction, which are 32 bytes."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
 
 
@@ -96,8 +96,8 @@ def softmax_step(
     products, largest, total, block, position, factor, softcap, item, window,
     MASKED: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """The probabilities of a block, the largest score times log2(e), the sum, and the factor for the sum of
-    values before it. factor: of all scores, or [ROWS] of each row's"""
+    """Return a block's probabilities, the largest score times log2(e), the sum, and the factor for the sum of
+    earlier values. factor: of all scores, or [ROWS] of each row's"""
     scores = products
     by_score = factor
     if T.e4m3_keys:
@@ -129,7 +129,7 @@ def softmax_step(
 
 @gluon.jit
 def wgmma_operand(probability, T: gl.constexpr):
-    """Rounded to 16 bits. Uses the instruction for two numbers: with two instructions for one number, the
+    """Rounded to 16 bits. Two numbers share one instruction: with two instructions for one number, the
     compiler swaps the halves later.
     """
     asm: gl.constexpr = f"cvt.rn.{'f16x2' if T.half else 'bf16x2'}.f32 $0, $2, $1;"
@@ -143,7 +143,7 @@ def consume_block(
     query, ring, turn, block, probability, sums, largest, total, position, factor, softcap, item, window,
     WHICH: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Block number `block`'s keys and softmax, and the values of the block before."""
+    """Compute block number `block`'s keys and softmax, and the values of the block before."""
     before = turn - 1
     zeros = gl.full([ROWS, T.block], 0.0, gl.float32, score_layout(T))
     mbarrier.wait(ring.keys_full.index(slot_of(turn, T)), phase_of(turn, T))
@@ -181,7 +181,7 @@ def hide_rows(values, first_hidden, T: gl.constexpr):
 
 @gluon.jit
 def places(first_token, item, WHICH: gl.constexpr, T: gl.constexpr):
-    """Where a warpgroup's rows are in q and in out, and which of them exist."""
+    """Return where a warpgroup's rows are in q and in out, and which of them exist."""
     layout: gl.constexpr = copy_layout(T.dim)
     row = WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dim = gl.arange(0, T.dim, gl.SliceLayout(0, layout))
@@ -195,13 +195,13 @@ def places(first_token, item, WHICH: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def opaque(x):
-    """x, which the compiler cannot know to be the same."""
+    """Return x, which the compiler cannot know to be the same."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
-    """A warpgroup's rows of this program's item of a round; rows of any item if it has none."""
+    """Return a warpgroup's rows of this program's item of a round; rows of any item if it has none."""
     item = items.item(gl.minimum(items.number(round), items.count - 1), T)
     at, is_row = places(item.first_token, item, WHICH, T)
     return gl.load(q + at, mask=is_row, other=0.0)
@@ -209,8 +209,8 @@ def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def e4m3_rows(rows):
-    """Rows [ROWS, dim] rounded to e4m3, and each row's divisor, which is never zero because `softmax_step`
-    multiplies minus infinity by it."""
+    """Round rows [ROWS, dim] to e4m3; return each row's divisor too, which is never zero because
+    `softmax_step` multiplies minus infinity by it."""
     values = rows.to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST_LARGEST)
     inverse = 448.0 / largest
@@ -219,7 +219,7 @@ def e4m3_rows(rows):
 
 @gluon.jit
 def e4m3_view(queries, WHICH: gl.constexpr, T: gl.constexpr):
-    """The first half of a warpgroup's place for queries, as e4m3 ones lie there."""
+    """Return the first half of a warpgroup's place for queries, as e4m3 queries lie there."""
     return reinterpret(queries, gl.float8e4nv, [4, ROWS, T.dim], T.key_layout).index(2 * WHICH)
 
 
@@ -228,7 +228,7 @@ def consumer_partition(
     q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items,
     WHICH: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: rows 64 * WHICH and on of each item."""
+    """Run a warpgroup: rows 64 * WHICH and on of each item."""
     if WHICH == 1:
         pass_turn(0)
     turns = items.count * 0
@@ -260,7 +260,7 @@ def attend_item(
     out, queries, ring, key_scale, value_scale, sinks, factor, softcap, turns, item, window,
     WHICH: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """An item's blocks, the first of which is number `turns` of the rings'."""
+    """Compute an item's blocks; the first is block number `turns` of the rings."""
     if key_scale is not None:
         factor *= gl.load(key_scale + item.kv_head)
     by_row: gl.constexpr = gl.SliceLayout(1, score_layout(T))
@@ -331,7 +331,7 @@ def hopper_prefill_kernel(
     q, key_desc, value_desc, key_table, block_table, tiles, key_scale, value_scale, sinks, out,
     scale_log2, softcap, num_tiles, window, key_table_stride, table_stride, T: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs; each occupies a whole SM."""
+    """The grid has any number of programs; each occupies a whole SM."""
     items = Items(tiles, num_tiles * (T.parts * T.kv_heads), window)
     layout: gl.constexpr = value_desc.layout
     slots: gl.constexpr = [T.slots, T.block, T.dim]
@@ -385,9 +385,9 @@ def hopper_prefill(
     out: Tensor,
     key_table: Tensor | None = None,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in the file's docstring and in `prefill_attention`.
+    """Write the tiles' tokens of `out`; arguments are as in the file's docstring and in `prefill_attention`.
 
-    key_table: given if the pages of keys have other numbers than those of values
+    key_table: given if the pages of keys have other numbers than the pages of values
     """
     heads, dim = q.shape[1:]
     kv_heads, page = key_pages.shape[1:3]

@@ -1,7 +1,7 @@
 """The work items of `hopper_prefill.py`, and their order for each program.
 
-An item is one kv head and the part of a tile that two warpgroups can handle. Not for the computation of an
-item.
+An item is one kv head and the part of a tile that two warpgroups can handle. The computation of an item is in
+`hopper_prefill.py`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ROWS = gl.constexpr(64)
 
 
 def block_of(dim: int) -> int:
-    """Keys per block: as many as registers allow beside the sums of `dim` values."""
+    """Return the keys per block: as many as registers allow beside the sums of `dim` values."""
     return 64 if dim == 256 else 128
 
 
@@ -44,7 +44,7 @@ class Form:
 
     @property
     def key_width(self) -> int:
-        """How many numbers of a key one TMA load reads: 128 bytes, or the whole key if it is shorter."""
+        """Return how many numbers of a key one TMA load reads: 128 bytes, or the whole of a shorter key."""
         return min(128, self.dim) if self.e4m3_keys else self.value_width
 
     @property
@@ -68,12 +68,12 @@ class Form:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a tile that an item covers."""
+        """Return the tokens of a tile that an item covers."""
         return 2 * ROWS.value // self.group
 
     @property
     def parts(self) -> int:
-        """Items of a tile and kv head."""
+        """Return the items of a tile and kv head."""
         return TILE // self.tokens
 
     @property
@@ -82,7 +82,7 @@ class Form:
 
     @property
     def box(self) -> int:
-        """Tokens that one TMA load reads."""
+        """Return the tokens that one TMA load reads."""
         return min(self.page, self.block)
 
 
@@ -124,7 +124,7 @@ class Item:
 
 @aggregate
 class Items:
-    """The number of all items, and this program's items."""
+    """Return the number of all items, and this program's items."""
 
     tiles: gl.tensor
     count: gl.tensor
@@ -142,14 +142,14 @@ class Items:
 
     @gluon.jit
     def number(self, round):
-        """Items of a round go to programs in ascending order, those of the next round in descending order."""
+        """Items of one round go to programs in ascending order, items of the next in descending order."""
         programs = gl.num_programs(0)
         program = gl.program_id(0)
         return round * programs + gl.where(round % 2 == 0, program, programs - 1 - program)
 
     @gluon.jit
     def item(self, number, T: gl.constexpr):
-        """Heads of keys first, then parts of a tile, then tiles."""
+        """Items are counted by heads of keys first, then by parts of a tile, then by tiles."""
         part = number // T.kv_heads
         tile = self.tiles + part // T.parts * 4
         offset = part % T.parts * T.tokens

@@ -1,7 +1,7 @@
 """TMA loads of `hopper_prefill.py`: the producer warp, and the rings of keys and values that it fills.
 
 Pages are scattered over memory, so a block of keys takes one load for each page it touches and for each group
-of columns that fits in one load. Not for the computation of the consumers.
+of columns that fits in one load. The consumers' computation is in `hopper_prefill.py`.
 """
 
 from ..triton_imports import aggregate, gl, gluon, mbarrier, tma_load
@@ -10,7 +10,7 @@ from ..triton_imports import aggregate, gl, gluon, mbarrier, tma_load
 @aggregate
 class Ring:
     """Slots of keys and of values, [slots, block, D], and the same as the boxes that TMA fills; mbarriers
-    that count their bytes, and warpgroups that are done with them."""
+    that count the slots' bytes, and the warpgroups that are done with slots."""
 
     keys: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
@@ -37,7 +37,7 @@ class Ring:
 
 @gluon.jit
 def slot_of(turn, T: gl.constexpr):
-    """The slot in a ring of block number `turn`."""
+    """Return the slot in a ring of block number `turn`."""
     return turn & 1 if T.slots == 2 else turn % T.slots
 
 
@@ -70,7 +70,7 @@ def producer_partition(
     key_desc, value_desc, ring, key_table, block_table, key_table_stride, table_stride, items,
     T: gl.constexpr,
 ):  # fmt: skip
-    """The one warp that issues the TMA loads; keys a block ahead of values."""
+    """Run the one warp that issues the TMA loads; keys go a block ahead of values."""
     turns = items.count * 0
     for round in range(0, items.rounds()):
         number = items.number(round)

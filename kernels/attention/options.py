@@ -1,6 +1,6 @@
 """The options of one layer's attention beyond softmax(q·k)·v; every kernel and every reference accepts them.
 
-Not for compile-time parameters of a kernel (its `Form`), nor for the places of keys and values.
+A kernel's compile-time parameters (its `Form`) and the places of keys and values are elsewhere.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class AttentionOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every query sees all keys before it, and the softmax is of their scores alone."""
+        """Say whether every query sees all keys before it, and the softmax is of the keys' scores alone."""
         return self.sliding_window is None and self.softcap is None and self.sinks is None
 
     @property

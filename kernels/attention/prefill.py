@@ -1,7 +1,7 @@
 """Prefill attention over paged KV, flash-attention style: prompt chunks over their contexts; Triton.
 
-The chunks' own keys and values are in their pages already. Not for decoding, where one token per request
-leaves the matrix units nothing to do and the context has to be split.
+The chunks' own keys and values are in their pages already. Decoding needs another kernel: one token per
+request leaves the matrix units nothing to do, and the context has to be split.
 
     q            [T, H, D]            bf16, fp16 or fp32; the tokens of all chunks, one after another
     key_pages    [P, H_kv, page, D]   q's dtype, or float8_e4m3fn or int8, or these as fp16; value_pages alike
@@ -17,7 +17,7 @@ once for a group. Blocks that every row sees whole are not masked. A token's bit
 context, whatever else is in the step and wherever its tile begins: products and sums that a compiler might
 contract in some places only are written as fused ones.
 
-Work for a chunk of n tokens at position p: 4 * H * D * n * (p + n / 2) operations.
+A chunk of n tokens at position p takes 4 * H * D * n * (p + n / 2) operations.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def prefill_attention_reference(
     tiles: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Reference of the kernel in fp64, one token at a time; zeros for tokens that no tile covers."""
+    """Compute the kernel's result in fp64, one token at a time; zeros for tokens that no tile covers."""
     sinks, softcap, window = options.sinks, options.softcap, options.sliding_window
     heads, kv_heads, page = q.shape[1], key_pages.shape[1], key_pages.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -69,7 +69,7 @@ def prefill_attention_reference(
 
 
 def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
-    """The context's keys or values [H_kv, tokens, D] in fp64, scales applied."""
+    """Return the context's keys or values [H_kv, tokens, D] in fp64, with scales applied."""
     values = pages_of[pages].double()
     if scale is not None:
         by_token = scale.ndim == 3
@@ -78,8 +78,8 @@ def _gather(pages_of: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
 
 
 def tiles_of(first: int, chunks: Sequence[tuple[int, int, int]], padding: int) -> np.ndarray:
-    """int32 [N, 4] for the tokens of q from `first` on: chunks (tokens, first position, row of the block
-    table), one after another, then `padding` tokens of no chunk.
+    """Return int32 [N, 4] for the tokens of q from `first` on: chunks (tokens, first position, row of the
+    block table), one after another, then `padding` tokens of no chunk.
 
     The longest contexts come first, so that the last programs are short.
     """
@@ -124,7 +124,7 @@ def _attend_block(
     key_ptr, value_ptr, table_ptr, key_scale_ptr, value_scale_ptr,
     scale_log2, softcap, window, kv_head, FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the softmax along the context: tokens block .. block + BLOCK."""
+    """Take one step of the softmax along the context: tokens block .. block + BLOCK."""
     token = block + tl.arange(0, FORM.block)
     dim = tl.arange(0, FORM.dim)
     if FORM.page % FORM.block == 0:
@@ -177,7 +177,7 @@ def _attend_tiles(
     q_ptr, key_ptr, value_ptr, table_ptr, tiles_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, FORM: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of a tile with one kv head's group of query heads.
+    """Attend for TOKENS tokens of a tile with one kv head's group of query heads.
 
     With FORM.by_length, tiles_ptr holds the contexts' lengths instead, and every tile is the last token of
     one context.
@@ -257,10 +257,10 @@ MANY_ROWS = 128
 def program_sizes(
     count: int, dim: int, itemsize: int, page_itemsize: int, one_form: bool = False
 ) -> tuple[int, int]:
-    """Rows of queries in a program, counting a group's heads, and keys and values per block.
+    """Return the rows of queries in a program, counting a group's heads, and the keys per block.
 
-    `count` tokens in a step; `dim` a power of two; bytes of a query's element and of a stored one. one_form:
-    the same for every count.
+    The step has `count` tokens; `dim` is a power of two; bytes are of a query's and of a stored element.
+    one_form: the same for every count.
     """
     wide = itemsize == 4 or dim > 128
     if itemsize * dim > 512:
@@ -280,13 +280,13 @@ def prefill_attention(
     out: Tensor,
     one_form: bool = False,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in the file's docstring.
+    """Write the tiles' tokens of `out`; arguments are as in the file's docstring.
 
     tiles: or the lengths of contexts, int32 [R], as `decode_attention` takes them: then row r of q is the
     last token of context r, and gets the bits that it would get in a prompt's chunk
     one_form: the same program for every number of tokens
 
-    Compiles once for a model's head counts, page size and KV dtype: no running size is specialized on.
+    The kernel compiles once for given head counts, page size and KV dtype; it specializes on no running size.
     """
     count, heads, head_dim = q.shape
     kv_heads, page = key_pages.shape[1], key_pages.shape[2]

@@ -1,6 +1,6 @@
 """Attention over paged keys and values: the torch reference, which every GPU kernel has to equal.
 
-Not for assigning pages to requests, nor for formats that pack more than one value in a byte.
+Assigning pages to requests is done elsewhere, and so are formats that pack more than one value in a byte.
 
     key_pages    [pages, P, H_kv, D]       one layer's keys, P tokens to a page; 16 or 32 bit, e4m3 or int8
     value_pages  [pages, P, H_kv, D_v]
@@ -10,13 +10,13 @@ Not for assigning pages to requests, nor for formats that pack more than one val
 
 Queries come as one flat list of tokens, [T, H, D], cut into groups. A group is `b` requests with `n` query
 tokens each: a decode step is a few groups with n = 1, a prefill chunk is one group (b = 1) for each prompt in
-it. Each group gathers its pages, which is one copy of whole pages, and attends with everything outside
+it. A group's pages are gathered by one copy of whole pages. The group then attends with everything outside
 causality, window and length at -inf. Rows of very different lengths are in different groups, so that a short
 request is never padded to a long one: the work is at most twice that of the real tokens.
 
-A chunk's queries attend in blocks, each over the keys that one of them may look at, so that causality halves
-the work of a long prompt. All blocks share one bias, since the bias depends only on the distance from their
-ends.
+A chunk's queries attend in blocks, each over the keys that a query of the block may look at, so that
+causality halves the work of a long prompt. All blocks share one bias, since the bias depends only on the
+distance from a block's end.
 """
 
 import math
@@ -41,7 +41,7 @@ SLACK = 8
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """`b` requests with `n` query tokens each, and the `m` pages that each of them may look at."""
+    """`b` requests with `n` query tokens each, and the `m` pages that each request may look at."""
 
     tokens: slice | Tensor
     """The indices of the group's b * n tokens among all query tokens, request by request."""
@@ -61,7 +61,7 @@ class GatheredPages:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, pages: Tensor, which: Tensor) -> Tensor:
-        """The pages `which` names; good until the next call."""
+        """Return the pages that `which` names; they are valid until the next call."""
         shape = len(which), *pages.shape[1:]
         size = math.prod(shape) * pages.itemsize
         if size > len(self._memory):
@@ -90,7 +90,7 @@ def attend(
     options: AttentionOptions,
     gathered: tuple[GatheredPages, GatheredPages] | None = None,
 ) -> Tensor:
-    """[T, H, D] queries → [T, H, D_v].
+    """Attend for queries [T, H, D]; return [T, H, D_v].
 
     gathered: memory into which pages of keys and of values are copied; None allocates it
     """
@@ -110,7 +110,9 @@ def attend_over(
     gather: Callable[[TokenGroup], tuple[Tensor, Tensor]],
     options: AttentionOptions,
 ) -> Tensor:
-    """Like `attend`, over the result of `gather` for a group's pages: keys and values [b * m, P, H_kv, D]."""
+    """Attend like `attend`, over the result of `gather` for a group's pages: keys and values [b * m, P, H_kv,
+    D].
+    """
     if len(groups) == 1 and len(query[groups[0].tokens]) == len(query):
         return attend_group(query, *gather(groups[0]), groups[0], options)
     outputs = [attend_group(query[group.tokens], *gather(group), group, options) for group in groups]
@@ -123,7 +125,7 @@ def attend_over(
 def _gather(
     pages: Tensor, scale: Tensor | None, which: Tensor, dtype: torch.dtype, gathered: GatheredPages
 ) -> Tensor:
-    """The pages `which` names, [m, P, H_kv, D], in the query's dtype."""
+    """Return the pages that `which` names, [m, P, H_kv, D], in the query's dtype."""
     if scale is None:
         return gathered.copy(pages, which)
     values = pages.view(torch.uint8).index_select(0, which).view(pages.dtype).float()
@@ -138,7 +140,7 @@ def attend_group(
     group: TokenGroup,
     options: AttentionOptions,
 ) -> Tensor:
-    """One group's queries, [b * n, H, D], against its gathered pages, [b * m, P, H_kv, D]."""
+    """Attend with one group's queries, [b * n, H, D], to its gathered pages, [b * m, P, H_kv, D]."""
     requests, num_pages = group.pages.shape
     tokens, heads, _ = query.shape
     n = tokens // requests
@@ -167,7 +169,9 @@ def attend_group(
 
 
 def _blocks(n: int, group: TokenGroup, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The blocks of a chunk of n queries: which queries attend together, over which keys, and their bias."""
+    """Return the blocks of a chunk of n queries: which queries attend together, over which keys, and their
+    bias.
+    """
     for first in range(0, n, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, n)
         end = group.num_keys - (n - last)
@@ -187,8 +191,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: At
 def softmax_by_hand(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attention with options that torch's own product does not have: soft-capped scores, and sinks. All
-    tensors are [b, heads, …].
+    """Attention with options that torch's own product does not have: soft-capped scores, and sinks. Tensors
+    are [b, heads, …].
     """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -199,8 +203,8 @@ def softmax_by_hand(
 
 
 def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions) -> Tensor:
-    """The probabilities from queries' products with keys, fp32 [b, heads, n, keys]; those of sinks are left
-    out.
+    """Return the probabilities from queries' products with keys, fp32 [b, heads, n, keys], without those of
+    sinks.
     """
     scores = products * options.scale
     if options.softcap is not None:
@@ -216,7 +220,7 @@ def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions) -> 
 def decode_groups(
     block_table: np.ndarray, lengths: np.ndarray, page_size: int, window: int | None, like: Tensor
 ) -> list[TokenGroup]:
-    """Groups for one query token per request, its key already stored: lengths, int [B], count it.
+    """Group one query token per request, its key already stored: lengths, int [B], count it.
 
     block_table: int [B, at least the pages of the longest]; like: a tensor of the query's dtype and device.
     """
@@ -237,8 +241,8 @@ def decode_groups(
 
 
 def _rows_of_like_size(counts: np.ndarray) -> list[np.ndarray] | list[None]:
-    """Groups of rows whose page counts round up to the same power of two; [None], all rows, if groups would
-    save little.
+    """Group rows whose page counts round up to the same power of two; [None], all rows, if groups would save
+    little.
     """
     if len(counts) * int(counts.max()) - int(counts.sum()) <= PADDING_WORTH_A_GROUP:
         return [None]
@@ -255,7 +259,9 @@ def prefill_group(
     window: int | None,
     like: Tensor,
 ) -> TokenGroup:
-    """Tokens start .. start + count of one prompt; in the chunk they begin at first_token."""
+    """Return a group of tokens start .. start + count of one prompt; in the chunk they begin at
+    first_token.
+    """
     first_page = 0 if window is None else max(start - window + 1, 0) // page_size
     first, end = np.array([first_page]), start + count
     num_pages = (end + page_size - 1) // page_size - first_page
@@ -272,7 +278,7 @@ def prefill_group(
 
 
 def _page_window(block_table: np.ndarray, first_page: np.ndarray, count: int, like: Tensor) -> Tensor:
-    """Columns first_page .. first_page + count of each row, page 0 past the row's end."""
+    """Return columns first_page .. first_page + count of each row, page 0 past the row's end."""
     if not first_page.any():
         pages = np.ascontiguousarray(block_table[:, :count])
     else:
@@ -291,7 +297,9 @@ def _bias(
     window: int | None,
     like: Tensor,
 ) -> Tensor:
-    """[b, 1, n, j]: 0 if the query at `positions` [b, n] may look at key first_page * P + j, else -inf."""
+    """Return [b, 1, n, j]: 0 if the query at `positions` [b, n] may look at key first_page * P + j, else
+    -inf.
+    """
     keys = first_page[:, None, None] * page_size + np.arange(num_pages * page_size)
     visible = keys <= positions[..., None]
     if window is not None:

@@ -1,4 +1,4 @@
-"""8-bit KV pages (e4m3, int8) widened to fp16, for a kernel that reads each of them many times; Triton.
+"""Widens 8-bit KV pages (e4m3, int8) to fp16, for a kernel that reads each page many times; Triton.
 
 Prefill attention reads a context once for every 16 to 32 tokens of a prompt, and its products take 16-bit
 operands, so pages are converted here once. fp16 holds every e4m3 and int8 value, so nothing is rounded;
@@ -7,7 +7,7 @@ scales stay as they are.
     pages        int64 [n]              which pages
     stored       [P, H_kv, page, D]     float8_e4m3fn or int8, keys or values, of any D
 
-Bytes a page: 3 * H_kv * page * D. Not for e4m3 keys that `hopper_prefill.py` reads directly.
+A page takes 3 * H_kv * page * D bytes. `hopper_prefill.py` reads e4m3 keys directly, without this.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _widen(from_ptr, to_ptr, pages_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def widen_pages(stored: Tensor, pages: Tensor) -> Tensor:
-    """The pages that `pages` names, in its order: fp16 [n, H_kv, page, D]."""
+    """Return the pages that `pages` names, in its order: fp16 [n, H_kv, page, D]."""
     wide = torch.empty((len(pages), *stored.shape[1:]), dtype=torch.float16, device=stored.device)
     size = stored[0].numel()
     _widen[(len(pages), triton.cdiv(size, BLOCK))](stored, wide, pages, SIZE=size, BLOCK=BLOCK, num_warps=8)

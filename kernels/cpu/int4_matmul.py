@@ -1,8 +1,8 @@
 """The INT4 product on a CPU, compiled by numba: blocks of 64 rows of the weight, on torch's threads.
 
-It reads four bits per weight and multiplies as described in `int4_tile.py`. A thread takes the next block
-when it has finished one, so a thread that the system interrupts costs only a block's time. Signatures are
-fixed: nothing compiles after `kernel`. Compiled code is kept on disk, beside the source or in the user's
+The product reads four bits per weight and multiplies as described in `int4_tile.py`. A thread takes another
+block when it has finished one, so a thread that the system interrupts costs only a block's time. Signatures
+are fixed: nothing compiles after `kernel`. Compiled code is kept on disk, beside the source or in the user's
 cache folder.
 """
 
@@ -31,7 +31,7 @@ ALONE = 1 << 20
 
 
 class Kernel(NamedTuple):
-    """product: called with numbers alone, in the order of `_product`; part: the address of the code that each
+    """product: takes numbers alone, in the order of `_product`; part: the address of the code that each
     thread runs
 
     dtype: of x and y
@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
 
 def matmul(x: Tensor, codes: Tensor, scales: Tensor, group_size: int, compiled: Kernel) -> Tensor:
-    """x [M, K], contiguous, in the kernel's dtype → [M, N'] in that dtype."""
+    """Multiply x [M, K], contiguous, in the kernel's dtype, to [M, N'] in that dtype."""
     m, k = x.shape
     n = codes.shape[0] * BLOCK
     y = x.new_empty(m, n)
@@ -57,7 +57,9 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, group_size: int, compiled: 
 
 @functools.cache
 def instructions_for(dtype: torch.dtype) -> Instructions:
-    """The best vector instructions of this CPU, or of NUMBA_CPU_FEATURES, for activations of a dtype."""
+    """Return the best vector instructions of this CPU, or of NUMBA_CPU_FEATURES, for activations of a
+    dtype.
+    """
     forced = config.CPU_FEATURES  # type: ignore[attr-defined]
     has = (get_host_cpu_features() if forced is None else forced).split(",")
     if "+avx512f" not in has or "+avx512bw" not in has:
@@ -68,7 +70,9 @@ def instructions_for(dtype: torch.dtype) -> Instructions:
 
 @functools.cache
 def kernel(instructions: Instructions, wide: bool) -> Kernel:
-    """Compiled, which takes a few seconds the first time. wide: with scales of float32"""
+    """Return the compiled kernel; compiling takes a few seconds the first time. wide: with scales of
+    float32
+    """
     part = _part(_sources(), instructions, int(wide))
     signature = types.void(types.int64)
     try:
@@ -103,7 +107,7 @@ def _product(sources: str, is_bfloat16: int) -> Callable[..., int]:
         x: int, codes: int, scales: int, y: int, m: int, n: int, k: int, group_size: int,
         part: int, parallel: int, threads: int,
     ) -> int:  # fmt: skip
-        """x, codes, scales, y, part, parallel: addresses."""
+        """Arguments x, codes, scales, y, part, parallel are addresses."""
         _ = sources
         groups = k // group_size
         sums = np.empty(m * groups, np.float32)
@@ -127,7 +131,7 @@ def _part(sources: str, kind: Instructions, wide: int) -> Callable[[int], None]:
     vectors_of_sums = max(rows * TILES for rows in ROWS)
 
     def part(task: Any) -> None:
-        """Blocks of the product, until all are taken. task: address of `_product`'s numbers"""
+        """Compute blocks of the product until all are taken. task: address of `_product`'s numbers"""
         _ = sources
         x, codes, scales = number_at(task, 1), number_at(task, 2), number_at(task, 3)
         sums, y = number_at(task, 4), number_at(task, 5)

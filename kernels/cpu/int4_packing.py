@@ -37,7 +37,7 @@ def padded_rows(n: int) -> int:
 
 
 def pack(codes: Tensor, scale: Tensor, zero_point: Tensor) -> PackedInt4:
-    """codes: uint8 [N, K] of 0..15; scale, zero_point: [N, K/g]. w = (code - zero_point) * scale"""
+    """Pack codes uint8 [N, K] of 0..15 with scale and zero_point [N, K/g]: w = (code - zero_point) * scale"""
     n, k = codes.shape
     padding = (0, 0, 0, padded_rows(n) - n)
     words = torch.zeros(n, k // COLUMNS, dtype=torch.int32)
@@ -59,7 +59,7 @@ def holds_float32(scales: Tensor) -> bool:
 
 
 def dequantize(packed: PackedInt4, n: int) -> Tensor:
-    """float32 [N, K], the inverse of `pack`."""
+    """Return float32 [N, K], the inverse of `pack`."""
     words = packed.codes.permute(0, 2, 3, 1).flatten(0, 2)
     nibbles = torch.stack([words << 28 - shift >> 28 for shift in SHIFTS], -1).flatten(1)
     of_groups = packed.scales.permute(0, 2, 4, 1, 3).flatten(0, 2)

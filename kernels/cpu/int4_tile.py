@@ -1,7 +1,7 @@
 """The inner loops of the INT4 product on a CPU, as LLVM code: a few rows of x by a block of 64 weight rows.
 
-Lanes of a vector are rows of the weight, so no sum is added up across lanes. With s the group's scale and c
-the code:
+Lanes of a vector are rows of the weight, so no sum is added up across lanes. The formula, with s the group's
+scale and c the code, is
 
     y[m, n] = Σ over groups of  s · (Σ x · (c - 8)  +  (8 - zero) · Σ x)
 
@@ -61,7 +61,7 @@ def multiply(
     y: Any, y_row: Any, groups: Any, words: Any, scratch: Any,
     instructions: Any, rows: Any, tiles: Any, wide: Any,
 ) -> Any:  # fmt: skip
-    """y[m, n] of `rows` rows of x by the first `tiles` tiles of a block.
+    """Compute y[m, n] of `rows` rows of x by the first `tiles` tiles of a block.
 
     x, codes, scales, group_sums, y: addresses; x_row, sums_row, y_row: bytes from row to row
     count:    rows that there are: further ones are computed from the last one and not stored
@@ -82,7 +82,7 @@ def multiply(
 
 
 class _Tile:
-    """Emits the code of one call of `multiply`."""
+    """Emit the code of one call of `multiply`."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Tile:
         return v.plus(self.builder, self.scratch, (m * len(self.tiles) + tile) * BYTES)
 
     def _multiply_word(self, word: ir.Value) -> None:
-        """Eight columns: decode them and add their products to the sums."""
+        """Emit code for eight columns: decode them and add their products to the sums."""
         builder = self.builder
         codes = v.plus(builder, self.codes, builder.mul(word, long(TILES * BYTES)))
         for tile in self.tiles:
@@ -145,7 +145,7 @@ class _Tile:
                     builder.store(self._multiplied(factor, weight, builder.load(place)), place)
 
     def _decoded(self, lanes: ir.Value, step: int) -> ir.Value:
-        """Column `step` as floats, or columns 2 * step and 2 * step + 1 as pairs of bfloat16."""
+        """Return column `step` as floats, or columns 2 * step and 2 * step + 1 as pairs of bfloat16."""
         builder = self.builder
         if self.pairs:
             halves = builder.bitcast(lanes, SHORTS)
@@ -198,7 +198,9 @@ class _Tile:
 
 @intrinsic
 def total(typing: Any, x: Any, count: Any, is_bfloat16: Any) -> Any:
-    """Sum of `count` numbers at address x, a multiple of 16, in an order that is always the same."""
+    """Return the sum of `count` numbers at address x, a multiple of 16, in an order that is always the
+    same.
+    """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         kind, size = (HALVES, BYTES // 2) if is_bfloat16.literal_value else (FLOATS, BYTES)

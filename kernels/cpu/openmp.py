@@ -1,7 +1,8 @@
-"""torch's own OpenMP threads, for kernels that numba compiles: no second pool beside torch's.
+"""torch's own OpenMP threads, for kernels that numba compiles: no second pool is needed beside torch's.
 
-Not for kernels that run on Python's threads. libgomp, which is part of torch's wheels for Linux, has the
-function; so have LLVM's and Intel's OpenMP. Elsewhere a kernel runs on the calling thread alone.
+Kernels that run on Python's threads do not need this module. libgomp, which is part of torch's wheels for
+Linux, has the function; so have LLVM's and Intel's OpenMP. With any other OpenMP a kernel runs on the calling
+thread alone.
 """
 
 import ctypes
@@ -13,9 +14,10 @@ import torch
 
 @functools.cache
 def gomp_parallel() -> int:
-    """The address of `GOMP_parallel(function, data, threads, flags)`: function(data) on each thread.
+    """Return the address of `GOMP_parallel(function, data, threads, flags)`, which calls function(data) on
+    each thread.
 
-    0 if torch's OpenMP does not have the function.
+    The address is 0 if torch's OpenMP does not have the function.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -1,8 +1,9 @@
 """LLVM code for vectors of sixteen numbers at addresses in memory, for numba's intrinsics of CPU products.
 
-Addresses are 64-bit integers, so that Python hands a kernel numbers alone: a tensor's address costs a tenth
-of a microsecond there, an array a whole one. LLVM maps a vector to the CPU's registers: one with AVX-512, two
-with AVX2, four with NEON. Not for KVarN's kernels, which work on arrays (`attention/kvarn/cpu/lanes.py`).
+Addresses are 64-bit integers, so that Python hands a kernel numbers alone: handing over a tensor's address
+costs a tenth of a microsecond, handing over an array a whole microsecond. LLVM maps a vector to the CPU's
+registers: one with AVX-512, two with AVX2, four with NEON. KVarN's kernels, which work on arrays, use
+`attention/kvarn/cpu/lanes.py` instead.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ BYTES = 64
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """numba's own, called without the first parameter, with constants as types of their own."""
+    """Call numba's own function, without the first parameter, with constants as types of their own."""
     return extending.intrinsic(prefer_literal=True)(function)
 
 
@@ -72,7 +73,7 @@ def of_bfloat16(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 
 def to_bfloat16(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
-    """Rounded to nearest, of two to the even one. NaN stays NaN."""
+    """Round to nearest, and of two equally near numbers to the even one. NaN stays NaN."""
     bits = builder.bitcast(floats, INTS)
     odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
     rounded = builder.add(bits, builder.add(odd, constant(INTS, 0x7FFF)))
@@ -82,14 +83,14 @@ def to_bfloat16(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
 
 
 def _alignment(kind: ir.Type) -> int:
-    """Aligned only as a single number is: a vector's address may be anything."""
+    """Memory is aligned only as a single number is: a vector's address may be anything."""
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     return 4 if isinstance(element, ir.FloatType) else int(element.width) // 8
 
 
 @intrinsic
 def number_at(typing: Any, address: Any, index: Any) -> Any:
-    """The int64 numbered `index` at `address`."""
+    """Return the int64 numbered `index` at `address`."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return load(builder, plus(builder, arguments[0], builder.mul(arguments[1], long(8))), LONG)
@@ -99,7 +100,7 @@ def number_at(typing: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def take_number(typing: Any, address: Any) -> Any:
-    """The int64 at `address`, which is increased by one atomically for the next caller on any thread."""
+    """Return the int64 at `address`, and increase it by one atomically for the next caller on any thread."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.atomic_rmw(
@@ -111,7 +112,7 @@ def take_number(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def room(typing: Any, vectors: Any) -> Any:
-    """The address of that many vectors on the calling function's stack."""
+    """Return the address of that many vectors on the calling function's stack."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.ptrtoint(
@@ -123,7 +124,9 @@ def room(typing: Any, vectors: Any) -> Any:
 
 @intrinsic
 def run(typing: Any, parallel: Any, threads: Any, function: Any, data: Any) -> Any:
-    """function(data) on that many threads; on this one if `parallel`, GOMP_parallel's address, is 0."""
+    """Run function(data) on that many threads; on the calling thread if `parallel`, GOMP_parallel's address,
+    is 0.
+    """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         parallel, threads, function, data = arguments

@@ -6,7 +6,7 @@
     y        [T, N]          sum_j weight[t, j] * down_j(silu(gate_j(x[t])) * up_j(x[t])), x's type
 
 One token uses `one_token.py`; more tokens use grouped products, with this file's kernels between them. The
-choice is made when it is called, so a graph traced once serves every T.
+choice is made at each call, so a graph traced once serves every T.
 """
 
 import torch
@@ -24,13 +24,13 @@ SILU_BLOCK, SUM_BLOCK = 1024, 512
 
 
 def silu_and_multiply_reference(gate_up: Tensor) -> Tensor:
-    """Computes [A, I] from [A, 2I], whose first half is the gate; rounds once."""
+    """Multiply SiLU of the gate by up: [A, I] from [A, 2I], whose first half is the gate; rounded once."""
     gate, up = gate_up.float().chunk(2, dim=1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def weighted_sum_reference(rows: Tensor, weight: Tensor) -> Tensor:
-    """[T, N] of rows [T * top_k, N] and weight [T, top_k]; one rounding."""
+    """Sum each token's rows [T * top_k, N] by `weight` [T, top_k], to [T, N], with one rounding."""
     of_token = rows.view(*weight.shape, -1).float() * weight.float().unsqueeze(-1)
     return of_token.sum(dim=1).to(rows.dtype)
 
@@ -67,7 +67,7 @@ def weighted_sum_kernel(rows, weight, y, N, TAKEN: tl.constexpr, BLOCK: tl.const
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """[A, I] of [A, 2I]."""
+    """Multiply SiLU of the gate by up: [A, I] from [A, 2I]."""
     count, inner = len(gate_up), gate_up.shape[1] // 2
     y = torch.empty((count, inner), dtype=gate_up.dtype, device=gate_up.device)
     pdl = compute_capability(gate_up.device) >= (9, 0)
@@ -78,7 +78,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, weight: Tensor) -> Tensor:
-    """[T, N] of rows [T * top_k, N] and weight [T, top_k]."""
+    """Sum each token's rows [T * top_k, N] by `weight` [T, top_k], to [T, N]."""
     (tokens, taken), n = weight.shape, rows.shape[1]
     y = torch.empty((tokens, n), dtype=rows.dtype, device=rows.device)
     pdl = compute_capability(rows.device) >= (9, 0)
@@ -91,7 +91,7 @@ def weighted_sum(rows: Tensor, weight: Tensor) -> Tensor:
 def gated_experts(
     x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
 ) -> Tensor:
-    """y [T, N]; shapes as in the file's docstring."""
+    """Return y [T, N]; the file's docstring describes the tensors."""
     if len(x) == 1 and expert.shape[1] <= one_token.MOST_TAKEN and one_token.serves(gate_up, down):
         return one_token.experts(x, expert, weight, gate_up, down)
     return grouped_experts(x, expert, weight, gate_up, down)
@@ -100,7 +100,7 @@ def gated_experts(
 def grouped_experts(
     x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
 ) -> Tensor:
-    """The same result from grouped products, for any number of tokens."""
+    """Compute the whole layer with grouped products, for any number of tokens."""
     routing = route(expert, len(gate_up.words))
 
     def multiply(rows: Tensor, operand: Int4Operand) -> Tensor:

@@ -1,6 +1,6 @@
 """INT4 experts for the grouped kernel (`packed.py`): packing, reference and decoder.
 
-Words and slices as in `packed.py`. The layout of a row's word:
+Words and slices are as in `packed.py`. A row's word is laid out like this:
 
     bit 31                                  bit 0
      | j=3  j=2  j=1  j=0 | j=3  j=2  j=1  j=0 |    word 2t: slices 0 to 3; word 2t+1: slices 4 to 7
@@ -9,17 +9,17 @@ Words and slices as in `packed.py`. The layout of a row's word:
 `(word >> 4j) & 0x000F000F | 0x43004300`, one shift and one lop3, is the register with columns 2t and 2t+1 of
 slice j as two bf16 numbers 128 + q (fp16: 0x6400, 1024 + q).
 
-A word of scale_words: the scale in the high half; in the low half, in the activations' type too,
+A word of scale_words has the scale in its high half; its low half, in the activations' type too, has
 
     integer zero      -(128 + z), fp16 -(1024 + z)    w = ((128 + q) - (128 + z)) * s, rounded once
     fractional zero   (8 - z) * s                     w = ((128 + q) - 136) * s + (8 - z) * s, rounded once
 
-Not computed as (128 + q) * s - (128 + z) * s: in bf16 that errs by a quarter of a step. Both forms are two
-packed multiply-adds for two weights.
+The formula (128 + q) * s - (128 + z) * s is not used: in bf16 it errs by a quarter of a step. Both forms take
+two packed multiply-adds for two weights.
 
-Instructions of the loop per weight on sm_90, groups of 128: 2.8 for blocks of 8 assignments, 3.0 for 16, 3.3
-for 32, 3.5 for 64, 4.8 for 128; 0.4 to 0.8 more in groups of 32. The unpacking is 1.9 of them. Bytes of a
-decode step in groups of 128: 4.25 bits a weight of the experts taken.
+On sm_90, with groups of 128, the loop takes per weight 2.8 instructions for blocks of 8 assignments, 3.0 for
+16, 3.3 for 32, 3.5 for 64 and 4.8 for 128; groups of 32 take 0.4 to 0.8 more. The unpacking is 1.9 of them.
+In groups of 128 a decode step reads 4.25 bits a weight of the chosen experts.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ GROUPS = (32, 64, 128)
 
 
 def kernel_group(group_size: int) -> int:
-    """The group size for the kernel.
+    """The group size that the kernel is compiled for.
 
-    Raises ValueError for a size that is neither 32, 64, 128 nor a multiple of 128.
+    ValueError is raised unless the size is 32, 64 or a multiple of 128.
     """
     if group_size not in GROUPS and (group_size < MAX_GROUP or group_size % MAX_GROUP):
         raise ValueError(f"groups of {group_size}; the experts' kernel takes 32, 64 and multiples of 128")
@@ -51,10 +51,10 @@ def kernel_group(group_size: int) -> int:
 def pack(
     codes: Tensor, scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`words` and `scale_words` of a weight, for activations of `dtype`.
+    """Pack a weight into `words` and `scale_words`, for activations of `dtype`.
 
     codes: uint8 [E, N, K/2], low nibble is the even k; scale, zero: [E, N, K/group]; an integer `zero` gives
-    the integer form, a floating one the fractional form. K must be whole groups.
+    the integer form, a floating one the fractional form. K must be a multiple of the group size.
     """
     kernel_group(group_size)
     words = torch.stack([_pack_words(of_expert) for of_expert in codes])
@@ -86,7 +86,7 @@ def _pack_scales(scale: Tensor, zero: Tensor, group_size: int, tiles_k: int, dty
 
 
 def magic(dtype: torch.dtype) -> float:
-    """The number whose last four bits of mantissa hold a code: 2 to the bits of mantissa."""
+    """Return 2 to the bits of mantissa: the last four bits of this number's mantissa hold a code."""
     return 1024.0 if dtype == torch.float16 else 128.0
 
 
@@ -99,9 +99,9 @@ def reference_weight(
     dtype: torch.dtype,
     rounded: bool = True,
 ) -> Tensor:
-    """The weight the kernel multiplies by, [E, N, K] in `dtype`, K in whole tiles; undoes `pack`.
+    """Return the weight [E, N, K] that the kernel multiplies by, in `dtype`, K in whole tiles; undoes `pack`.
 
-    rounded: to `dtype`, the activations' dtype; else in fp32
+    rounded: whether to round to `dtype`, the activations' dtype; else the result is fp32
     """
     experts, tiles_n, tiles_k = words.shape[:3]
     octets = words.contiguous().view(torch.uint8).view(experts, tiles_n, tiles_k, TILE_N, 8, 2, 2, 2)
@@ -122,7 +122,7 @@ def reference_weight(
 
 @triton.constexpr_function
 def unpack_asm(group_size, fractional, half, slices):
-    """PTX that turns two words of a row and its scale_words into the registers of these slices."""
+    """Return PTX that turns two words of a row and its scale_words into the registers of the given slices."""
     kind = "f16x2" if half else "bf16x2"
     code, unit, centre = (
         ("0x64006400", "0x3C003C00", "0xE408E408") if half else ("0x43004300", "0x3F803F80", "0xC308C308")
@@ -156,7 +156,7 @@ def unpack_constraints(group_size, parts):
 def unpack_in_registers(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Of the tile [BN, 128] of words [BN, 16] and one to four scale_words [BN, 16] a part."""
+    """Unpack a part of the tile [BN, 128] of words [BN, 16] and one to four scale_words [BN, 16]."""
     slices: tl.constexpr = slices_of(PART, PARTS)
     asm: tl.constexpr = unpack_asm(DECODER.group_size, DECODER.fractional, DECODER.half, slices)
     constraints: tl.constexpr = unpack_constraints(DECODER.group_size, PARTS)
@@ -171,7 +171,7 @@ def unpack_in_registers(
 def unpack_plainly(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """The same function without PTX, for the interpreter."""
+    """Unpack as `unpack_in_registers` does, but without PTX, for the interpreter."""
     DTYPE: tl.constexpr = tl.float16 if DECODER.half else tl.bfloat16
     GROUP: tl.constexpr = DECODER.group_size
     word = tl.reshape(words, [BN, 8, 2, 1, 1])  # row, t, j / 4
@@ -193,7 +193,7 @@ def unpack_plainly(
 
 @dataclass(frozen=True)
 class Int4Experts(ExpertsDecoder):
-    """group_size: 32, 64 or 128; fractional: zeros are not integers."""
+    """group_size: 32, 64 or 128; fractional: whether zeros are not integers."""
 
     group_size: int
     fractional: bool
@@ -218,6 +218,6 @@ def grouped_matmul(
     bias: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y [A, N], as `packed.grouped_matmul`."""
+    """Return y [A, N], as `packed.grouped_matmul` does."""
     decoder = Int4Experts(x.dtype == torch.float16, kernel_group(group_size), fractional)
     return packed.grouped_matmul(x, words, scale_words, None, routing, n, decoder, bias, tile)

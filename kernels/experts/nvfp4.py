@@ -1,17 +1,17 @@
 """NVFP4 experts for the grouped kernel (`packed.py`): packing, reference and decoder.
 
-Words and slices as in `packed.py`; the eight codes in a word, slice j % 4, and the recoded scales have the
-places of `kernels/nvfp4/packing.py`, which also explains the arithmetic. A row of a tile has two words of
+Words and slices are as in `packed.py`. The eight codes in a word, slice j % 4, and the recoded scales have
+the places of `kernels/nvfp4/packing.py`, which also explains the arithmetic. A row of a tile has two words of
 scales:
 
     word 0    slices 0 to 3        low half: slice 0; rotated left by 8, slice 2
     word 1    slices 4 to 7        high half: slice 1; rotated left by 8, slice 3
 
-`factor` is 128 times an expert's global scale. Products are exact in bf16. Only for bf16 activations, except
-under the interpreter, which has no bf16 product. Reads 4.5 bits per weight of the experts used.
+`factor` is 128 times an expert's global scale. Products are exact in bf16. Activations must be bf16, except
+under the interpreter, which has no bf16 product. The kernel reads 4.5 bits per weight of the chosen experts.
 
-Instructions of the loop per weight on sm_90: 3.1 for blocks of 8 assignments, 3.0 for 16, 3.2 for 32, 3.5 for
-64, 4.2 for 128.
+On sm_90 the loop takes this many instructions per weight: 3.1 for blocks of 8 assignments, 3.0 for 16, 3.2
+for 32, 3.5 for 64, 4.2 for 128.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ STRAY = tl.constexpr(packing.STRAY)
 
 
 def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`words` and `scale_words` of one expert, without their first dimension.
+    """Pack one expert into `words` and `scale_words`, without their first dimension.
 
     codes: uint8 [N, K] of 0..15; scale: float8_e4m3fn [N, K/16]
     """
@@ -43,7 +43,7 @@ def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reference_weight(words: Tensor, scale_words: Tensor) -> Tensor:
-    """The numbers that the kernel multiplies by, bf16 [N, K] in whole tiles, of one expert; undoes `pack`."""
+    """Return an expert's numbers that the kernel multiplies by, bf16 [N, K] in whole tiles; undoes `pack`."""
     tiles_n, tiles_k = words.shape[:2]
     codes = packing.codes_of_words(words).view(
         tiles_n, tiles_k, TILE_N, 8, 2, 4, 2
@@ -55,7 +55,7 @@ def reference_weight(words: Tensor, scale_words: Tensor) -> Tensor:
 
 @triton.constexpr_function
 def unpack_asm(slices):
-    """PTX that turns two words of a row and its two words of scales into the registers of these slices."""
+    """Return PTX that turns two words of a row and its two scale words into registers of these slices."""
     lines = [".reg .b32 t, scales, one, nothing;", ".reg .b16 half0, half1;", "mov.b32 nothing, 0x80008000;"]
     words = len(slices)
     for at, j in enumerate(slices):
@@ -78,7 +78,7 @@ def unpack_constraints(parts):
 def unpack_in_registers(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Of the tile [BN, 128] of words [BN, 16] and two scale_words [BN, 16] a part."""
+    """Unpack a part of the tile [BN, 128] of words [BN, 16] and two scale_words [BN, 16]."""
     asm: tl.constexpr = unpack_asm(slices_of(PART, PARTS))
     constraints: tl.constexpr = unpack_constraints(PARTS)
     types: tl.constexpr = slice_types(False, PARTS)
@@ -101,13 +101,13 @@ def rotated(word, BY: tl.constexpr):
 
 @triton.jit
 def widen(half):
-    """bf16 bits in the low half of a word, as fp32."""
+    """Return bf16 bits in the low half of a word as fp32."""
     return (half << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def plain_slice(words, SLICE: tl.constexpr):
-    """A slice's codes of each word, [BN, 16, 2] in fp32."""
+    """Return the codes of one slice of each word, [BN, 16, 2] in fp32."""
     turned = rotated(words, shift_of(SLICE))
     if SLICE == STRAY:
         turned = (turned & 0x81808180) | ((turned >> 8) & 0x00400040)
@@ -118,7 +118,7 @@ def plain_slice(words, SLICE: tl.constexpr):
 def unpack_plainly(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """The same function without PTX, for the interpreter."""
+    """Unpack as `unpack_in_registers` does, but without PTX, for the interpreter."""
     even = tl.join(plain_slice(words, 0), plain_slice(words, 2))
     odd = tl.join(plain_slice(words, 1), plain_slice(words, 3))
     codes = tl.reshape(tl.join(even, odd), [BN, 8, 2, 2, 2, 2])  # row, t, j / 4, h, j / 2 % 2, j % 2
@@ -134,7 +134,7 @@ def unpack_plainly(
 
 @dataclass(frozen=True)
 class NVFP4Experts(ExpertsDecoder):
-    """NVFP4; it has no parameters."""
+    """The decoder of NVFP4, which has no parameters."""
 
     name = "nvfp4"
     unpack_in_registers = unpack_in_registers

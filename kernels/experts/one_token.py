@@ -7,28 +7,28 @@
     down         int32 words and scale words     `int4.pack` of [E, N, I]
     y            [1, N]   sum_j weight[j] * down_j(silu(gate_j(x)) * up_j(x)), x's type
 
-Groups of 128 and their multiples. Between the launches lie the rounded activations, [top_k, I].
+Groups have 128 columns or a multiple. The launches exchange the rounded activations, [top_k, I].
 
-All words of a program are requested at once and stay in registers; there is no loop except over a K of many
-tiles. A warp has 16 rows and up to 8 tiles of 128 columns, 16 bytes a lane and load:
+A program requests all its words at once and keeps them in registers; it loops only over a K of many tiles. A
+warp has 16 rows and up to 8 tiles of 128 columns, 16 bytes a lane and load:
 
     row r, tile s:   word 4t  4t+1  4t+2  4t+3     lane (r, t): columns 4t .. 4t+3 of each slice
     mma.m16n8k16:    first operand (16 rows, a slice of 16 columns) . second (the slice, 8 columns)
 
 The 8 columns of the second operand are the *tiles of x*, the same for every tile of words: of the product of
-tile s only column s is meant, and is kept. So sums [16, 8] are ordered by group, and scales and zeros are
-applied once for 8 groups, in fp32, with S the sums of x over each group (a product with ones):
+tile s only column s is meaningful, and is kept. So sums [16, 8] are ordered by group, and scales and zeros
+are applied once for 8 groups, in fp32, with S the sums of x over each group (a product with ones):
 
     integer zero      scale * (P + low * S)              P = sum (128 + q) x, low = -(128 + z)
     fractional zero   scale * (P - 136 * S) + low * S    low = (8 - z) * scale
 
-So a weight takes 1.1 instructions (`int4.py`: 2.8), and no value changes lanes: both operands have a slice's
-columns in the order of the words, which are loaded in the order that the matrix instruction needs.
+So a weight takes 1.1 instructions (2.8 in `int4.py`), and no value changes lanes: both operands have a
+slice's columns in the order of the words, which are loaded in the order that the matrix instruction needs.
 
-`gate_up` owns 16 rows of gate and the same of up; `down` 16 rows of all top_k experts, summed in the order j
-= 0, 1, ...: neither needs another program, and the same token gives the same bits. The first reads of `down`
-do not depend on `gate_up`, which lets it begin (PDL) as soon as its own loads have been issued, and
-prefetches the words of `down` into L2. Bytes: 4.25 bits per weight of top_k experts.
+`gate_up` owns 16 rows of gate and the same of up; `down` owns 16 rows of all top_k experts, summed in the
+order j = 0, 1, ...: so the same token gives the same bits. The first reads of `down` do not depend on
+`gate_up`, which lets `down` begin (PDL) as soon as its own loads have been issued, and prefetches the words
+of `down` into L2. Both read 4.25 bits per weight of top_k experts.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ MOST_TAKEN = 16
 
 @dataclass(frozen=True)
 class Tuning:
-    """gate_up_splits, down_splits: warps that share K; prefetch: `gate_up` asks for the words of `down`."""
+    """gate_up_splits, down_splits: warps that share K; prefetch: `gate_up` prefetches the words of `down`."""
 
     gate_up_splits: int
     down_splits: int
@@ -65,7 +65,7 @@ TUNING = Tuning(gate_up_splits=2, down_splits=1, prefetch=True)
 
 @dataclass(frozen=True)
 class Int4Operand:
-    """A packed weight [E, n, k] as `int4.pack` leaves it."""
+    """A packed weight [E, n, k], made by `int4.pack`."""
 
     words: Tensor
     scale_words: Tensor
@@ -76,7 +76,7 @@ class Int4Operand:
 
 
 def serves(gate_up: Int4Operand, down: Int4Operand) -> bool:
-    """Whether the kernels support experts of these weights."""
+    """Say whether the kernels support these weights of experts."""
     return (
         all(operand.group_size % MAX_GROUP == 0 for operand in (gate_up, down))
         and gate_up.fractional == down.fractional
@@ -87,7 +87,7 @@ def serves(gate_up: Int4Operand, down: Int4Operand) -> bool:
 def experts_reference(
     x: Tensor, expert: Tensor, weight: Tensor, gate_up: Int4Operand, down: Int4Operand
 ) -> Tensor:
-    """y [1, N] in fp64, activations too, one expert at a time."""
+    """Return y [1, N], computed in fp64, activations too, one expert at a time."""
     y = torch.zeros(1, down.n, dtype=torch.float64, device=x.device)
     for index, share in zip(expert[0].tolist(), weight[0].double(), strict=True):
         if 0 <= index < len(gate_up.words):
@@ -105,8 +105,8 @@ def _dequantized(operand: Int4Operand, index: int, dtype: torch.dtype) -> Tensor
 
 @triton.constexpr_function
 def codes_asm(half):
-    """PTX that turns two words of a row into the eight registers of their slices, two numbers 128 + q in
-    each.
+    """Return PTX that turns two words of a row into eight registers, one a slice, each with two numbers 128 +
+    q.
     """
     code = "0x64006400" if half else "0x43004300"
     lines = [".reg .b32 t;"]
@@ -126,7 +126,7 @@ def codes_types(half):
 
 @triton.jit
 def codes_of(words, WARPS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """A tile of words [8, WARPS, 2, 16] as first operands [WARPS, 16, 128], 128 + q (fp16: 1024 + q)."""
+    """Turn a word tile [8, WARPS, 2, 16] into first operands [WARPS, 16, 128], 128 + q (fp16: 1024 + q)."""
     if ASM:
         asm: tl.constexpr = codes_asm(HALF)
         types: tl.constexpr = codes_types(HALF)
@@ -147,8 +147,8 @@ def codes_of(words, WARPS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def zeros_of(words, ASM: tl.constexpr):
-    """Zeros that the compiler does not know to be equal: otherwise it would unpack a single word, without the
-    one beside it."""
+    """Return zeros that the compiler does not know to be equal. If it knew, it would unpack a single word,
+    without the word beside it."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, 0;", "=r,r", (words,), dtype=tl.int32, is_pure=True, pack=1
@@ -158,7 +158,7 @@ def zeros_of(words, ASM: tl.constexpr):
 
 @triton.jit
 def load_words(at, tile, k_tiles, STEPS: tl.constexpr, EVEN: tl.constexpr):
-    """The words of STEPS tiles from `tile` on, each [8, WARPS, 2, 16]; zeros beyond the last."""
+    """Load the words of STEPS tiles from `tile` on, each [8, WARPS, 2, 16]; zeros beyond the last tile."""
     words = ()
     for step in tl.static_range(STEPS):
         if EVEN:
@@ -175,9 +175,9 @@ def scaled_sums(
     words, scale_words, x, WARPS: tl.constexpr, STEPS: tl.constexpr,
     FRACTIONAL: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products by group, [WARPS, 16, 8], of words with the tiles x [WARPS, 128, 8].
+    """Multiply words by the tiles x [WARPS, 128, 8]; return the products by group, [WARPS, 16, 8].
 
-    scale_words: of tile 2t + u and row 8h + r at [t, r, warp, h, u], which is how a warp holds its products
+    scale_words: element [t, r, warp, h, u] is of tile 2t + u and row 8h + r, as a warp holds its products
     """
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     if not ASM:
@@ -208,7 +208,7 @@ def prefetch_asm():
 
 @triton.jit
 def prefetch_share(of, bytes_each, index, SHARES: tl.constexpr):
-    """Thread 0 prefetches one of SHARES parts of `bytes_each` bytes at `of` into L2."""
+    """Let thread 0 prefetch one of SHARES parts of `bytes_each` bytes at `of` into L2."""
     share = tl.cdiv(bytes_each, SHARES * 128) * 128
     begin = index * share
     count = tl.maximum(tl.minimum(share, bytes_each - begin), 0) & -16
@@ -219,21 +219,21 @@ def prefetch_share(of, bytes_each, index, SHARES: tl.constexpr):
 
 @triton.jit
 def word_rows(first, last):
-    """Rows of a program's words, [8, 1, 2, 1]; rows beyond `last` repeat it and are not stored."""
+    """Return the rows of a program's words, [8, 1, 2, 1]; rows beyond `last` repeat it and are not stored."""
     inner = tl.arange(0, 2)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
     return tl.minimum(first + inner, last)
 
 
 @triton.jit
 def scale_rows(first, last):
-    """The same rows of its scale words, [1, 8, 1, 2, 1]."""
+    """Return the rows of a program's scale words, [1, 8, 1, 2, 1]."""
     inner = tl.arange(0, 2)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
     return tl.minimum(first + inner, last)
 
 
 @triton.jit
 def scale_tiles():
-    """Tiles of scale words, [4, 1, 1, 1, 2]."""
+    """Return the tiles of scale words, [4, 1, 1, 1, 2]."""
     return tl.arange(0, 4)[:, None, None, None, None] * 2 + tl.arange(0, 2)[None, None, None, None, :]
 
 
@@ -245,7 +245,7 @@ def add_pairs(gate, up, more_gate, more_up):
 class GateUpForm(NamedTuple):
     """Compile-time parameters of `gate_up_kernel`.
 
-    splits: warps that share K; steps: tiles of a warp in a round; even: K is whole rounds
+    splits: warps that share K; steps: tiles of a warp in a round; even: whether K is whole rounds
     """
 
     programs: int
@@ -265,9 +265,9 @@ def gate_up_kernel(
     x, words, scale_words, expert, activation, next_words, next_scales, E, inner, K, rows, k_tiles,
     next_word_bytes, next_scale_bytes, FORM: tl.constexpr,
 ):  # fmt: skip
-    """16 activations of one expert; warp: gate or up, and a part of K; grid (FORM.programs, top_k).
+    """Compute 16 activations of an expert; a warp has gate or up, and part of K; grid (FORM.programs, top_k).
 
-    inner: I; rows: 2 * I padded to whole tiles; next_*: of `down`, and the bytes of one expert there
+    inner: I; rows: 2 * I padded to whole tiles; next_*: the weights of `down`, and an expert's bytes there
     """
     WARPS: tl.constexpr = 2 * FORM.splits
     ROUNDS: tl.constexpr = FORM.rounds
@@ -316,7 +316,7 @@ def gate_up_kernel(
 
 
 class DownForm(NamedTuple):
-    """Compile-time parameters of `down_kernel`; taken: experts of the token, padded: to a power of two."""
+    """Compile-time parameters of `down_kernel`; taken: experts of the token; padded: to a power of two."""
 
     taken: int
     padded: int
@@ -334,10 +334,10 @@ class DownForm(NamedTuple):
 def down_kernel(
     activation, words, scale_words, expert, weight, y, E, N, K, rows, k_tiles, FORM: tl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y; a warp handles one of FORM.padded experts and a part of K; grid (row tiles).
+    """Compute 16 numbers of y; a warp has one of FORM.padded experts and a part of K; grid (row tiles).
 
-    Before it waits for `gate_up` it reads weights, experts and their shares, which were there before
-    `gate_up` let it begin.
+    Before the kernel waits for `gate_up` it reads weights, experts and the experts' shares, which existed
+    before `gate_up` let it begin.
     """
     WARPS: tl.constexpr = FORM.padded * FORM.splits
     ROUNDS: tl.constexpr = FORM.rounds
@@ -378,7 +378,7 @@ def down_kernel(
 
 
 def steps_and_rounds(k_tiles: int, splits: int) -> tuple[int, int]:
-    """Tiles of a warp in a round, and rounds, with as little wasted work as possible."""
+    """Return a warp's tiles in a round, and the rounds, with as little wasted work as possible."""
     rounds = triton.cdiv(k_tiles, splits * MOST_STEPS)
     return triton.cdiv(k_tiles, splits * rounds), rounds
 
@@ -391,7 +391,7 @@ def experts(
     down: Int4Operand,
     tuning: Tuning = TUNING,
 ) -> Tensor:
-    """y [1, N]; shapes as in the file's docstring."""
+    """Return y [1, N]; the file's docstring describes the tensors."""
     if len(x) != 1 or expert.shape[1] > MOST_TAKEN or not serves(gate_up, down):
         raise ValueError(f"{len(x)} tokens of {expert.shape[1]} experts, or weights that do not fit together")
     x, expert, weight = x.contiguous(), expert.contiguous(), weight.contiguous()
@@ -402,7 +402,7 @@ def experts(
 def launch_gate_up(
     x: Tensor, expert: Tensor, gate_up: Int4Operand, down: Int4Operand, tuning: Tuning
 ) -> Tensor:
-    """Activations [top_k, I]; `down` to be asked for in L2."""
+    """Return activations [top_k, I], and have `down` prefetched into L2."""
     taken, programs = expert.shape[1], triton.cdiv(down.k, ROWS)
     activation = torch.empty((taken, down.k), dtype=x.dtype, device=x.device)
     pdl = compute_capability(x.device) >= (9, 0)
@@ -432,7 +432,7 @@ def launch_gate_up(
 def launch_down(
     activation: Tensor, expert: Tensor, weight: Tensor, down: Int4Operand, tuning: Tuning
 ) -> Tensor:
-    """y [1, N] of activations [top_k, I]. Experts and weight must be older than the launch before."""
+    """Return y [1, N], from activations [top_k, I]. Experts and weight must be older than the last launch."""
     taken = expert.shape[1]
     y = torch.empty((1, down.n), dtype=activation.dtype, device=activation.device)
     pdl = compute_capability(activation.device) >= (9, 0)

@@ -9,10 +9,10 @@
 
 The decoder, one per format (`int4.py`, `nvfp4.py`), defines the meaning of words and scale words. Slice j of
 a tile's 128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row hold columns 2t and 2t+1 of
-every slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. So they are read from shared memory
+every slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. So words are read from shared memory
 directly into the registers in which the matrix instruction needs its first operand, and no value changes
-lanes. The weight is the first operand ("swap AB"), blocks as in `unquantized.py`. Sums over K run in one
-order, in fp32.
+lanes. The weight is the first operand ("swap AB"), and blocks are as in `unquantized.py`. Sums over K are
+added in one fixed order, in fp32.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ REUSED_FROM = 64
 
 @dataclass(frozen=True)
 class ExpertsDecoder(ABC):
-    """A format's parameters and its device functions; the kernel is compiled for each.
+    """A format's parameters and its device functions; the kernel is compiled for each decoder.
 
     unpack_in_registers(words, scales, DECODER, BN, PART, PARTS)   of the tile [BN, 128] of words [BN, 16] and
                                                                    `scale_rows` scale words [BN, 16] one part
@@ -69,7 +69,7 @@ class ExpertsDecoder(ABC):
     @property
     @abstractmethod
     def scale_rows(self) -> int:
-        """Words of scales of a row of a tile: 1, 2 or 4."""
+        """The number of scale words for a row of a tile: 1, 2 or 4."""
 
     @property
     def cache_key(self) -> str:
@@ -78,7 +78,7 @@ class ExpertsDecoder(ABC):
 
 
 def by_word(codes: Tensor) -> Tensor:
-    """Codes uint8 [N, K] as [N/64, K/128, 64, 16, 4, 2]: tile, tile, row, word, slice of four, column of two.
+    """Lay out codes uint8 [N, K] as [N/64, K/128, 64, 16, 4, 2]: tile, tile, row, word, slice of 4, column.
 
     N and K are padded with zeros to whole tiles.
     """
@@ -91,13 +91,13 @@ def by_word(codes: Tensor) -> Tensor:
 
 @triton.jit
 def of_rows(at, BN: tl.constexpr):
-    """A row's word of scale_words for each of its words."""
+    """Load a row's word of scale_words, once for each of the row's words."""
     return tl.broadcast_to(tl.load(at)[:, None], [BN, 16])
 
 
 @triton.jit
 def load_scales(at, rows, COUNT: tl.constexpr, BN: tl.constexpr):
-    """The words of scales of one tile of words, each [BN, 16]."""
+    """Load the scale words of one tile, each [BN, 16]."""
     if COUNT == 1:
         return (of_rows(at, BN),)
     elif COUNT == 2:
@@ -109,7 +109,7 @@ def load_scales(at, rows, COUNT: tl.constexpr, BN: tl.constexpr):
 
 @triton.constexpr_function
 def slices_of(part, parts):
-    """The slices of a part of a tile."""
+    """Return the indices of the slices in a part of a tile."""
     return list(range(8 * part // parts, 8 * (part + 1) // parts))
 
 
@@ -120,7 +120,7 @@ def slice_types(half, parts):
 
 @triton.jit
 def join_slices(slices, BN: tl.constexpr):
-    """Slices [BN, 16], eight, four or two, side by side."""
+    """Put eight, four or two slices [BN, 16] side by side."""
     COUNT: tl.constexpr = len(slices)
     if COUNT == 8:
         even = tl.join(tl.join(slices[0], slices[4]), tl.join(slices[2], slices[6]))
@@ -136,7 +136,7 @@ def join_slices(slices, BN: tl.constexpr):
 
 @triton.jit
 def part_of(tile, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
-    """One part of [BN, 128] along the columns, for the interpreter."""
+    """Return one part of [BN, 128] along the columns, for the interpreter."""
     if PARTS == 1:
         return tile
     else:
@@ -147,7 +147,7 @@ def part_of(tile, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
 class Form(NamedTuple):
     """Compile-time parameters of the kernel, beside the decoder.
 
-    shared_by: assignments that share a row of x; evict: Triton's policy for weights chains: tiles of words
+    shared_by: assignments that share a row of x; evict: Triton's policy for weights; chains: tiles of words
     per iteration, each with its own sum: two chains of products hide each other's latency
     """
 
@@ -169,9 +169,9 @@ def packed_grouped_kernel(
     x, words, scale_words, factor, bias, y, assignments, block_expert, count, N, K, x_stride, rows, k_tiles,
     DECODER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """acc [bn, bm] += weight tile [bn, 128] . x tile [bm, 128]^T over K; grid (blocks * row tiles).
+    """Sum acc [bn, bm] += weight tile [bn, 128] . x tile [bm, 128]^T over K; grid (blocks * row tiles).
 
-    rows: N padded to whole tiles of 64, for bn that reaches beyond; k_tiles: tiles of words along K
+    rows: N padded to whole tiles of 64, for a bn that reaches beyond; k_tiles: tiles of words along K
     """
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
@@ -238,7 +238,7 @@ def grouped_matmul(
     bias: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y [A, N]; shapes as in the file's docstring. `tile` overrides the table, for tuning."""
+    """Return y [A, N]; the file's docstring describes the tensors. `tile` overrides the table, for tuning."""
     k = x.shape[1]
     k_tiles = words.shape[2]
     if triton.cdiv(k, TILE_K) != k_tiles:

@@ -7,11 +7,11 @@ assignments of one expert together, in blocks of a fixed number of rows, without
     assignments   int32 [blocks, rows]   of one expert each block, ascending; T * top_k where there is none
     block_expert  int32 [blocks]         ascending; -1 from the last used block on, whose rows are undefined
 
-With A assignments over n experts there are at most n + (A - n) // rows blocks, most for n = min(A, E).
+A assignments over n experts need at most n + (A - n) // rows blocks, most for n = min(A, E).
 
-One program per expert: it counts all experts' assignments, so it knows where its own blocks begin, and stores
-its own assignments by their rank. No atomics in global memory and no order of programs: the same routing
-gives the same blocks. One launch for any number of tokens, compiled once per bucket.
+One program per expert counts all experts' assignments, so it knows where its own blocks begin, and stores its
+own assignments by their rank. The same routing gives the same blocks: there are no atomics in global memory
+and no order of programs. One launch serves any number of tokens; it is compiled once per bucket.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .tile import ROWS_PER_EXPERT, block_rows_of, bucket_of
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """Blocks of assignments; shapes as in the file's docstring.
+    """Blocks of assignments; the file's docstring describes the tensors.
 
     count: assignments, T * top_k; bucket: the index of the tiles to use, see `tile.py`
     """
@@ -53,13 +53,13 @@ class ExpertRouting:
 
 
 def max_blocks(count: int, experts: int, block_rows: int) -> int:
-    """The most blocks that `count` assignments can need."""
+    """Return the most blocks that `count` assignments can need."""
     used = min(count, experts)
     return used + (count - used) // block_rows
 
 
 def route_reference(expert: Tensor, experts: int, block_rows: int) -> tuple[Tensor, Tensor]:
-    """`assignments` and `block_expert`, unused blocks filled up, in plain torch and with the host's help."""
+    """Return `assignments` and `block_expert`, unused blocks filled, in plain torch with the host's help."""
     flat = expert.flatten()
     count = len(flat)
     blocks = max_blocks(count, experts, block_rows)
@@ -80,7 +80,7 @@ def _route(
     expert_ptr, assignments_ptr, block_expert_ptr, count, experts, blocks,
     ROWS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of one expert, and some of the unused blocks."""
+    """Write the blocks of one expert, and some of the unused blocks."""
     if PDL:
         # The product may take its place on the device while this runs; it waits for what is stored here.
         tl.extra.cuda.gdc_launch_dependents()
@@ -120,25 +120,25 @@ LARGEST_CHUNK = 4096
 
 
 def chunk_of(bucket: int, experts: int) -> tuple[int, int]:
-    """Assignments that a program reads at once, all of the bucket's if they are few; and its warps."""
+    """Return how many assignments a program reads at once, all of a bucket's if few; and its warps."""
     most = min(ROWS_PER_EXPERT[bucket] * experts, LARGEST_CHUNK)
     chunk = max(32, triton.next_power_of_2(int(most)))
     return chunk, 1 if chunk <= 128 else 4 if chunk <= 1024 else 8
 
 
 def buffer_size(count: int, experts: int) -> int:
-    """The most int32 numbers that the blocks of `count` assignments need, in any bucket.
+    """Return the most int32 numbers that the blocks of `count` assignments need, in any bucket.
 
-    Linear in `count`, with no conditions: it holds for a number of tokens that a traced graph knows as a
-    symbol only. Blocks of 8 rows need 9 numbers each, at most 9 E + 9/8 A in all; blocks of 16 rows need 17
-    min(A, E) + 17/16 (A - E), which is largest for A = E; larger blocks, for experts with more rows, need
-    hardly more.
+    The bound is linear in `count`, with no conditions, so it holds for a number of tokens that a traced graph
+    knows as a symbol only. Blocks of 8 rows need 9 numbers each, at most 9 E + 9/8 A in all; blocks of 16
+    rows need 17 min(A, E) + 17/16 (A - E), which is largest for A = E; larger blocks, for experts with more
+    rows, need hardly more.
     """
     return 8 * count + 9 * experts
 
 
 def routing_in(buffer: Tensor, count: int, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """The blocks of `count` assignments, which are in `buffer`, int32 [at least `buffer_size`]."""
+    """Return the blocks of `count` assignments that are in `buffer`, int32 [at least `buffer_size`]."""
     bucket = bucket_of(count, experts)
     rows = block_rows_of(count, experts) if block_rows is None else block_rows
     blocks = max_blocks(count, experts, rows)
@@ -147,7 +147,7 @@ def routing_in(buffer: Tensor, count: int, experts: int, block_rows: int | None 
 
 
 def route_into(buffer: Tensor, expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """Blocks of `expert` [T, top_k] for grouped products over `experts` experts; no host synchronization.
+    """Sort `expert` [T, top_k] into blocks for products over `experts` experts; no host synchronization.
 
     buffer:     int32 [`buffer_size`], where they are put
     block_rows: a power of two; None takes what the bucket says, which is what the products are tuned for
@@ -165,7 +165,7 @@ def route_into(buffer: Tensor, expert: Tensor, experts: int, block_rows: int | N
 
 
 def route(expert: Tensor, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """The same blocks in a new buffer."""
+    """Return the same blocks in a new buffer."""
     count = expert.numel()
     size = buffer_size(count, experts)
     if block_rows is not None:

@@ -1,6 +1,7 @@
-"""The tile of a grouped product, by the average number of rows an expert gets: a bucket known on the host.
+"""The tile of a grouped product, chosen by the average number of rows an expert gets: a bucket known on the
+host.
 
-Nothing compiles for a new number of tokens: each bucket has one form.
+Each bucket has one form, so nothing compiles for a new number of tokens.
 """
 
 from dataclasses import dataclass
@@ -29,21 +30,27 @@ class Tile:
     warps: int
 
     def stages_on(self, capability: tuple[int, int]) -> int:
-        """How many steps in flight fit in shared memory: two on all GPUs except Hopper and Blackwell."""
+        """Return how many steps in flight fit in shared memory: two on all GPUs except Hopper and
+        Blackwell.
+        """
         return 2 if keeps_sums_in_registers(capability) else self.stages
 
     def warps_on(self, capability: tuple[int, int], block_rows: int) -> int:
-        """Warps of a CTA: twice as many where a thread would hold more than 64 sums beside its operands."""
+        """Return the warps of a CTA: twice as many if a thread would hold more than 64 sums beside its
+        operands.
+        """
         too_many = self.n * block_rows > 64 * 32 * self.warps and keeps_sums_in_registers(capability)
         return 2 * self.warps if too_many else self.warps
 
 
 def bucket_of(assignments: int, experts: int) -> int:
-    """The index into `ROWS_PER_EXPERT`, `BLOCK_ROWS` and every table of tiles."""
+    """Return the index into `ROWS_PER_EXPERT`, `BLOCK_ROWS` and every table of tiles."""
     return next(i for i, limit in enumerate(ROWS_PER_EXPERT) if assignments <= limit * experts)
 
 
 def block_rows_of(assignments: int, experts: int, keeps_bits: bool = False) -> int:
-    """The number of rows in a block. With keeps_bits, no row's bits depend on the number of assignments."""
+    """Return the number of rows in a block. With keeps_bits, no row's bits depend on the number of
+    assignments.
+    """
     rows = BLOCK_ROWS[bucket_of(assignments, experts)]
     return max(rows, INVARIANT_ROWS) if keeps_bits else rows

@@ -8,7 +8,7 @@
 A CTA takes n rows of an expert's weight and one block of its assignments. The weight is the first operand of
 the matrix instruction ("swap AB"), so that a block of 8 rows costs an instruction of N = 8 and no more. The
 CTAs of a block are neighbours, and so are the blocks of an expert: data that is read twice is in the L2
-cache. Bytes of a decode step: 2 * N * K for each expert that is taken. Sums over K run in one order, in fp32.
+cache. A decode step reads 2 * N * K bytes for each chosen expert. Sums over K run in one order, in fp32.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ REUSED_FROM = 64
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y [A, N] for `expert` [T, top_k], in fp64, one expert at a time."""
+    """Return y [A, N] for `expert` [T, top_k], computed in fp64, one expert at a time."""
     flat = expert.flatten()
     rows = x.repeat_interleave(len(flat) // len(x), 0).double()
     y = torch.zeros(len(flat), weight.shape[1], dtype=torch.float64, device=x.device)
@@ -69,7 +69,7 @@ def grouped_kernel(
     x, weight, bias, y, assignments, block_expert, count, N, K, x_stride, expert_stride, n_stride, k_stride,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """acc [bn, bm] += weight tile [bn, bk] . x tile [bm, bk]^T over K; grid (blocks * row tiles)."""
+    """Sum acc [bn, bm] += weight tile [bn, bk] . x tile [bm, bk]^T over K; grid (blocks * row tiles)."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     if FORM.pdl:
@@ -109,7 +109,7 @@ def grouped_kernel(
 def grouped_matmul(
     x: Tensor, weight: Tensor, routing: ExpertRouting, bias: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """y [A, N]; shapes as in the file's docstring. `tile` overrides the table, for tuning."""
+    """Return y [A, N]; the file's docstring describes the tensors. `tile` overrides the table, for tuning."""
     _, n, k = weight.shape
     if 1 not in weight.stride()[1:]:
         raise ValueError(f"neither N nor K of the experts' weight is contiguous: strides {weight.stride()}")

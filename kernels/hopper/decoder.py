@@ -1,7 +1,7 @@
 """The decoder interface of the Hopper kernels: a packed format's bytes in the ring become wgmma's operand.
 
-Each format has one subclass, in its own folder. Not for packing, which is beside each decoder, nor for
-scheduling, loading and summing, which are the same for all formats.
+Each format has one subclass, in its own folder. Packing lies beside each decoder; scheduling, loading and
+summing are the same for all formats and are not here.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from .tile import HopperTile
 
 @dataclass(frozen=True)
 class Decoder(ABC):
-    """A format's parameters and its device functions; both kernels are compiled for each.
+    """A format's parameters and its device functions; both kernels are compiled for each decoder.
 
     What a format brings:
 
@@ -52,7 +52,7 @@ class Decoder(ABC):
         read_sum_scales(slot, CHUNK, t, smem)   [BN, 1], only where `scales_sums` is true
         fill_table(memory, table, t, smem)      by the consumer warps, only where `table_bytes` is not 0
 
-    Without `load_words` and `load_scales` a format has no batch-invariant kernel.
+    A format without `load_words` and `load_scales` has no batch-invariant kernel.
 
     half  activations and decoded weights are fp16, else bf16
     """
@@ -78,14 +78,14 @@ class Decoder(ABC):
 
     @property
     def scale_columns(self) -> int:
-        """Columns of K that one `read_scales` serves: 64, or 128 if two tiles share their scales."""
+        """Columns of K that one `read_scales` covers: 64, or 128 if two tiles share their scales."""
         return 64
 
     @property
     def planes(self) -> int:
-        """1; or 2, if the weight is the sum of two that are stored one behind the other along K.
+        """Planes: 1, or 2 if the weight is the sum of two that are stored one behind the other along K.
 
-        Each then has a multiple of 256 columns, so that no stage is in both.
+        Each of two planes has a multiple of 256 columns, so that no stage is in both.
         """
         return 1
 
@@ -98,7 +98,7 @@ class Decoder(ABC):
         """The part of `scales` that TMA loads for a stage."""
 
     def scales_sums(self, tile: HopperTile) -> bool:
-        """Whether scales multiply the fp32 sums over a chunk of 128 columns, and not the weights."""
+        """Whether scales multiply the fp32 sums over a chunk of 128 columns instead of the weights."""
         return False
 
     @property

@@ -5,10 +5,10 @@
 
 An SM stores 22 to 29 bytes a cycle whatever the instruction (H200, November 2026), so from `FP16_ROWS` rows
 of x on partial sums travel in fp16, times a power of two for each thread: the loss is at most 2^-11 of a sum,
-and more only of sums under 2^-29 of the thread's greatest. Rounding y loses up to 2^-8 (bf16) or 2^-11.
+and more only of sums under 2^-29 of the thread's greatest. Rounding y loses 2^-8 (bf16) or 2^-11.
 
-Scratch memory, for each CTA (or tile, with prefetched tails): a thread's sums of eight columns are 16 bytes,
-threads side by side; behind the fp16 ones an fp32 scale a thread.
+Scratch memory is laid out like this for each CTA (or tile, with prefetched tails): a thread's sums of eight
+columns are 16 bytes, threads side by side; behind fp16 sums follows an fp32 scale for each thread.
 
 Not for `invariant.py`, where the split that finishes last reduces.
 """
@@ -35,7 +35,7 @@ FP16_ROWS = gl.constexpr(128)
 
 @aggregate
 class Exchange:
-    """Destination and source of partial sums.
+    """Where a CTA's partial sums go and come from.
 
     partials, semaphores   scratch memory and counters, both indexed by CTA or, with TAILS, by tile
     cta                    this CTA
@@ -60,9 +60,9 @@ class Exchange:
 
 @aggregate
 class Output:
-    """y [M, N], the sums times `factor` if there is one.
+    """Store y [M, N]: the sums, multiplied by `factor` if there is one.
 
-    With VECTOR_STORE its rows are whole groups of four.
+    With VECTOR_STORE, rows of y are whole groups of four.
     """
 
     y: gl.tensor
@@ -82,7 +82,7 @@ class Output:
 
 @gluon.constexpr_function
 def partial_floats(rows, columns):
-    """fp32 numbers of scratch memory that partial sums [rows, columns] take."""
+    """Return how many fp32 numbers of scratch memory partial sums [rows, columns] take."""
     return rows * columns // 2 + rows * 2 if columns >= FP16_ROWS else rows * columns
 
 
@@ -93,7 +93,7 @@ def fragment_layout(rows):
 
 @gluon.jit
 def split_accumulator(accumulator, BN: gl.constexpr, COLUMNS: gl.constexpr):
-    """An accumulator [BN, COLUMNS] as a tuple of fragments [BN, 8], four values per thread; no data moves."""
+    """Split an accumulator [BN, COLUMNS] into fragments [BN, 8], four values per thread; no data moves."""
     if COLUMNS == 8:
         return (gl.convert_layout(accumulator, fragment_layout(BN), assert_trivial=True),)
     else:
@@ -103,7 +103,7 @@ def split_accumulator(accumulator, BN: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def partial_offsets(BN: gl.constexpr):
-    """Byte offset of a thread's 16 bytes among those of a fragment."""
+    """Return the byte offset of a thread's 16 bytes among those of a fragment."""
     n = gl.arange(0, BN, gl.SliceLayout(1, fragment_layout(BN)))[:, None]
     m = gl.arange(0, 8, gl.SliceLayout(0, fragment_layout(BN)))[None, :]
     return ((n >> 4) * 32 + (n & 7) * 4 + ((m >> 1) & 3)) * 16
@@ -113,8 +113,8 @@ def partial_offsets(BN: gl.constexpr):
 def send_partials(fragments, exchange, offsets, t):
     """Store partial sums, then release the owner's semaphore.
 
-    Addresses are immediates relative to one register: separate addresses would take the registers that hold
-    loads in flight.
+    Addresses are immediates relative to one register, because separate addresses would take the registers
+    that hold loads in flight.
     """
     gdc_wait()
     scratch = opaque_address(exchange.partials + exchange.cta * partial_floats(t.BN, t.BM))
@@ -130,7 +130,7 @@ def send_partials(fragments, exchange, offsets, t):
 
 @gluon.jit
 def store_scaled_fp16(fragments, scratch, offsets, t):
-    """Sums in fp16, times the power of two that brings a thread's greatest to 2^14 .. 2^15.
+    """Store sums in fp16, times the power of two that brings a thread's greatest to 2^14 .. 2^15.
 
     If one of a thread's sums is infinite, its other sums are not scaled.
     """
@@ -149,7 +149,7 @@ def store_scaled_fp16(fragments, scratch, offsets, t):
 
 @gluon.jit
 def reduce_partials(fragments, exchange, offsets, t):
-    """Owner: wait for the CTAs behind it that have a part of the tile and add their sums, in order of K."""
+    """As owner: wait for the CTAs behind it that have a part of the tile; add their sums, in order of K."""
     cta = exchange.cta
     last_cta = exchange.last_cta
     semaphore_acquire(exchange.semaphores + cta, last_cta - cta)
@@ -181,7 +181,7 @@ def add_scaled_fp16(fragments, scale_address, address, OFFSET: gl.constexpr, SHA
     """Add the sums that `store_scaled_fp16` has stored, from scratch memory or, if prefetched, from shared
     memory.
 
-    OFFSET: of the scales behind `scale_address`
+    OFFSET: the byte offset of the scales behind `scale_address`
     """
     inverse = load_scale(scale_address, OFFSET, SHARED)
     for pair in gl.static_range(t.BM // 16):

@@ -1,4 +1,4 @@
-"""Matrix product on Hopper with a packed weight: y [M, N] = x [M, K] @ w.T; the entry, and the way of a tile.
+"""Matrix product on Hopper with a packed weight: y [M, N] = x [M, K] @ w.T; the entry, and a tile's path.
 
                               HBM
           words, scales        |       x                          tma_loads.py
@@ -41,7 +41,7 @@
 The formats define the bytes: each has a folder beside this one, with a decoder and its packing.
 
 Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
-M; they were chosen by measurements (`tests/bench/kernels/int4_tuning.py`).
+M. Both were chosen by measurements (`tests/bench/kernels/int4_tuning.py`).
 """
 
 import torch
@@ -55,7 +55,7 @@ MAX_ROWS = 16384
 
 
 def matmul(x: Tensor, weight: PackedOperand, n: int, batch_invariant: bool = False) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T; x in the decoder's bf16 or fp16, contiguous, aligned to 16 bytes."""
+    """Return y [M, N] = x [M, K] @ w.T; x has the decoder's bf16 or fp16, contiguous, aligned to 16 bytes."""
     m = len(x)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if batch_invariant:

@@ -11,12 +11,12 @@ x cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
                     register-operand wgmma, asynchronous; the next chunk is decoded meanwhile
 
 A weight with few tiles is split along K, into the number of splits that suits a single row of x. Each split
-writes its fp32 partial sums to scratch memory; the CTA that finishes last adds them in the order of K, so the
+writes its fp32 partial sums to scratch memory. The CTA that finishes last adds them in the order of K, so the
 bits do not depend on which CTA is last. For more rows one CTA sums a tile's splits, one after the other, to
 the same bits (SEQUENTIAL).
 
-PDL (programmatic dependent launch): the producer loads weights before the kernel ahead has ended;
-activations, and everything that is written, wait for its end.
+With PDL (programmatic dependent launch), the producer loads weights before the kernel ahead has ended;
+activations, and all stores, wait for that kernel's end.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ from .traits import Traits
 
 @gluon.jit
 def read_operand(words_smem, scale_smem, CHUNK: gl.constexpr, t):
-    """Chunk `CHUNK` of a stage as wgmma's A operand [BN, 16 * SLICES]."""
+    """Return chunk `CHUNK` of a stage as wgmma's A operand [BN, 16 * SLICES]."""
     tile: gl.constexpr = CHUNK * t.SLICES // 4
     words = t.DECODER.load_words(words_smem, tile, t)
     scales = t.DECODER.load_scales(scale_smem, tile, t)
@@ -102,7 +102,7 @@ def load_stage(ring, work, slot, stage, pred, WEIGHTS: gl.constexpr, ACTIVATIONS
 
 @gluon.jit
 def producer_partition(ring, empty, work, t):
-    """The one warp that issues the TMA loads."""
+    """Run the one warp that issues the TMA loads."""
     begin = work.begin
     end = work.end
     # The weights do not depend on the kernel before this one, so the first of them need not wait for its end;
@@ -124,10 +124,10 @@ def producer_partition(ring, empty, work, t):
 
 @gluon.jit
 def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
-    """The sums [BN, BM] over one split of K; with SEQUENTIAL over all splits, each summed separately.
+    """Return the sums [BN, BM] over one split of K; with SEQUENTIAL over all splits, each summed separately.
 
-    An iteration of the loop handles an even number of chunks, so that the operand in flight and the one being
-    made have their own registers; one chunk is decoded while the wgmmas of the previous one run.
+    An iteration of the loop handles an even number of chunks, so that the operand in flight and the next
+    operand have their own registers. One chunk is decoded while the wgmmas of the previous chunk run.
     """
     begin = work.begin
     end = work.end
@@ -176,9 +176,9 @@ def consumer_partition(ring, empty, work, SEQUENTIAL: gl.constexpr, t):
 
 @aggregate
 class Output:
-    """y [M, N], the sums times `factor` if there is one.
+    """Store y [M, N]: the sums, multiplied by `factor` if there is one.
 
-    With TMA_STORE it is written through `staging` in shared memory by `y_desc`.
+    With TMA_STORE, y is written through `staging` in shared memory by `y_desc`.
     """
 
     y: gl.tensor
@@ -202,7 +202,7 @@ class Output:
 
 @gluon.jit
 def store_y(sums, output, first_row, first_column, t):
-    """Sums [BN, BM], rounded, to rows of y."""
+    """Store sums [BN, BM], rounded, to rows of y."""
     if output.factor is not None:
         sums = sums * gl.load(output.factor)
     sums = sums.to(t.DTYPE)
@@ -222,7 +222,7 @@ def store_y(sums, output, first_row, first_column, t):
 
 @gluon.constexpr_function
 def reduce_unroll(rows):
-    """Partial sums loaded together: as many as fit in registers."""
+    """Return how many partial sums are loaded together: as many as fit in registers."""
     return 8 if rows <= 16 else 4 if rows <= 64 else 1
 
 
@@ -235,7 +235,7 @@ def invariant_kernel(
     M, N, units, tiles_m, whole_tiles, num_splits,
     TILE: gl.constexpr, DECODER: gl.constexpr, TMA_STORE: gl.constexpr, SEQUENTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: a CTA for each of the first `whole_tiles` tiles, `num_splits` CTAs for each of the others."""
+    """The grid has a CTA for each of the first `whole_tiles` tiles, `num_splits` CTAs for each other tile."""
     t = Traits(TILE, DECODER, True)
     pid = gl.program_id(0)
     tile = pid
@@ -304,7 +304,7 @@ SPLIT_UNIT = 256
 
 @dataclass(frozen=True)
 class Tile(HopperTile):
-    """`slices`: 2, 4 or 8.
+    """`slices` is 2, 4 or 8.
 
     unit_us      microseconds of 256 columns of K where every CTA slot is taken (H200, measured)
     reduce_cost  what splitting K costs at all, in the same units of K (H200, measured)
@@ -317,9 +317,9 @@ class Tile(HopperTile):
 def launch(
     x: Tensor, weight: PackedOperand, y: Tensor, tile: Tile, num_splits: int, sequential: bool
 ) -> None:
-    """x [M, K] @ w.T into y [M, N], in one launch: K in `num_splits` splits.
+    """Write x [M, K] @ w.T into y [M, N], in one launch, with K in `num_splits` splits.
 
-    sequential: one CTA sums all splits of a tile, else each has its own
+    sequential: whether one CTA sums all splits of a tile; else each split has its own CTA
     """
     m, n = y.shape
     tiles = tile.num_tiles(m, n)

@@ -37,7 +37,7 @@ MAX_SPLITS = 16
 
 @dataclass(frozen=True)
 class Split:
-    """The first `whole` tiles of y are computed by one CTA each, the others split along K in `splits`."""
+    """The first `whole` tiles of y are computed by one CTA each; the others are split along K in `splits`."""
 
     whole: int
     splits: int
@@ -46,9 +46,9 @@ class Split:
 
 
 def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Split:
-    """Whole waves of the chip first, then the rest split so that it fills one more as well as it can.
+    """Plan whole waves of the chip, then split the rest so that it fills one more as well as it can.
 
-    A split costs one and a half units to start and two fifths to be reduced.
+    A split costs one and a half units to start and two fifths of a unit to be reduced.
     """
     waves = tiles // slots
     rest = tiles - waves * slots
@@ -65,7 +65,7 @@ def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Sp
 
 @lru_cache(maxsize=4096)
 def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
-    """The tile of the bucket that is expected to finish first for y [m, n] over k, and its split."""
+    """Return the tile of the bucket that is expected to finish first for y [m, n] over k, and its split."""
     bucket = next((rows for rows in BUCKETS if m <= rows), max(BUCKETS))
     units = triton.cdiv(k, SPLIT_UNIT)
 
@@ -78,7 +78,7 @@ def tile_and_split(m: int, n: int, k: int) -> tuple[Tile, Split]:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """Splits of K, by the shape of the weight alone: few if K is long, which suits 64 and 128 rows."""
+    """Return the splits of K, from the weight's shape alone: few if K is long, as suits 64 and 128 rows."""
     tile = BUCKETS[8][0]
     slots = NUM_SMS * (2 if k > LONG_K else tile.ctas_per_sm)
     split = split_of(tile.num_tiles(1, n), triton.cdiv(k, SPLIT_UNIT), slots)
@@ -87,7 +87,7 @@ def splits_of(n: int, k: int) -> int:
 
 @lru_cache(maxsize=4096)
 def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
-    """A tile, and whether one CTA sums all splits of K, one after the other; elsewhere each has its own."""
+    """Return a tile, and whether one CTA sums all splits of K, one after the other, or each has its own."""
     splits, units = splits_of(n, k), triton.cdiv(k, SPLIT_UNIT)
     if m <= 32 or (m <= 128 and (k > LONG_K or splits == 1)):
         tiles = BUCKETS[next(rows for rows in BUCKETS if m <= rows)]
@@ -108,7 +108,7 @@ def tile_for(m: int, n: int, k: int) -> tuple[Tile, bool]:
 
 
 def matmul(x: Tensor, weight: PackedOperand, y: Tensor) -> None:
-    """x [M, K] @ w.T into y [M, N]; as `gemm.matmul` but for the order of summation."""
+    """Write x [M, K] @ w.T into y [M, N], as `gemm.matmul` does but for the order of summation."""
     m, n = y.shape
     if m == 0:
         return

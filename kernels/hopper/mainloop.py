@@ -3,17 +3,17 @@
     ring slot --ld.shared--> words --decode--> A operand in registers --+
     ring slot (x) ----------- B operand in shared memory, transposed ---+--> wgmma
 
-The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; at the next one the
-warpgroup stalls until there is room. So the decoding behind all wgmmas of a chunk is hidden only by the last
-of them, and there are two schedules:
+The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; a warpgroup that
+issues another stalls until there is room. So the decoding behind all wgmmas of a chunk is hidden only by the
+last of them, and there are two schedules:
 
     chunked_mainloop  decode 64 or 128 columns, then issue their wgmmas: up to 64 rows of x, which is bound
                       by bytes from HBM, or where the scale multiplies the sums
     sliced_mainloop   decode 16 columns, issue their wgmma, decode the next 16: more rows. A stage's words
                       are read while wgmmas of the stage before are in flight
 
-Both wait on full mbarriers with all lanes and arrive at empty ones once a warp (`ptx.py`), and return the
-accumulator [BN, BM], the slot behind their last stage and its phase. Not for `invariant.py`, which has a
+Both loops wait on full mbarriers with all lanes and arrive at empty ones once a warp (`ptx.py`), and return
+the accumulator [BN, BM], the slot behind their last stage and its phase. The kernel in `invariant.py` has a
 loop of its own.
 """
 
@@ -24,7 +24,7 @@ from .ptx import mbarrier_arrive, mbarrier_wait
 
 @gluon.constexpr_function
 def lane_layout(warps):
-    """[row / 16, r, t]: one element per thread."""
+    """The layout of [row / 16, r, t]: one element per thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[],
         lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
@@ -36,7 +36,7 @@ def lane_layout(warps):
 
 @gluon.jit
 def lane_offsets(t):
-    """Byte offsets of each lane in a stage's words and in its scales."""
+    """Return the byte offsets of each lane in a stage's words and in its scales."""
     spread: gl.constexpr = lane_layout(t.BN // 16)
     of_warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, spread))
     of_r: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, spread))
@@ -49,7 +49,7 @@ def lane_offsets(t):
 
 @gluon.jit
 def read_operand(slot, lane, row, CHUNK: gl.constexpr, t, smem):
-    """Chunk `CHUNK` of a slot: the operand, and the scales of its sums if sums are scaled."""
+    """Return chunk `CHUNK` of a slot: the operand, and the scales of its sums if sums are scaled."""
     tile: gl.constexpr = CHUNK * t.SLICES // 4
     words = t.DECODER.read_words(slot, lane, tile, t, smem)
     scales = t.DECODER.read_scales(slot, row, tile, t, smem)
@@ -68,10 +68,10 @@ def read_operand(slot, lane, row, CHUNK: gl.constexpr, t, smem):
 
 @gluon.jit
 def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
-    """w . x^T over stages `k_stage` to `k_end` of K, whole iterations, chunk by chunk.
+    """Multiply w . x^T over stages `k_stage` to `k_end` of K, whole iterations, chunk by chunk.
 
-    An iteration takes an even number of chunks, so that the operand in flight and the one being made keep
-    registers of their own; one chunk is decoded while the wgmmas of the one before run.
+    An iteration takes an even number of chunks, so that the operand in flight and the next operand have
+    registers of their own. One chunk is decoded while the wgmmas of the chunk before run.
     """
     accumulator = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)
     mbarrier_wait(smem.FULL + slot * 8, phase)
@@ -114,7 +114,7 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
 
 @gluon.jit
 def read_stage(slot, lane, row, t, smem):
-    """For each tile of a stage the lane's words and scales."""
+    """Read the lane's words and scales for each tile of a stage."""
     words = ()
     scales = ()
     for tile in gl.static_range(t.K_TILES):
@@ -130,7 +130,7 @@ def read_stage(slot, lane, row, t, smem):
 
 @gluon.jit
 def sliced_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
-    """w . x^T over stages `k_stage` to `k_end` of K, slice by slice; two wgmmas of K=16 in flight.
+    """Multiply w . x^T over stages `k_stage` to `k_end` of K by slices; two wgmmas of K=16 are in flight.
 
     With three wgmmas in flight, or with the next stage's words read two wgmmas ahead instead of three, the
     compiler serializes the wgmmas; a test checks this.

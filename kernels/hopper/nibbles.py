@@ -5,7 +5,7 @@ A tile of 64 rows and 64 columns is 2 KB, 512 words; a lane's four words lie sid
     word index   w . r . t . v . u         v: columns + 8    u: rows + 8
     bits         2   3   2   1   1
 
-Not for the meaning of the codes in a word.
+The meaning of the codes in a word is left to the decoders.
 """
 
 from ..triton_imports import gl, gluon, reinterpret
@@ -17,7 +17,7 @@ PLAIN_5D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
 
 @gluon.constexpr_function
 def words_register_layout(rows: int):
-    """The words of a tile, [row / 16, r, t, v, u], among the warps: each thread the four of its lane."""
+    """The layout of a tile's words, [row / 16, r, t, v, u], among warps: each thread has its lane's four."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]],
         lane_bases=[[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]],
@@ -29,20 +29,20 @@ def words_register_layout(rows: int):
 
 @gluon.jit
 def words_offset(warp, r, quad, t):
-    """Byte offset in a stage of a lane's words of its first tile."""
+    """Return the byte offset in a stage of a lane's words of its first tile."""
     return (warp // 4) * (t.K_TILES * 2048) + ((warp % 4) * 32 + r * 4 + quad) * 16
 
 
 @gluon.jit
 def read_words(slot, lane, TILE: gl.constexpr, t, smem):
-    """A lane's four words of one tile of 64 columns, [row / 16, r, t, v, u]."""
+    """Read a lane's four words of one tile of 64 columns, [row / 16, r, t, v, u]."""
     a, b, c, d = load_shared_v4(lane + slot * smem.WORD_BYTES, smem.WORDS + TILE * 2048)
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
 def load_words(words_smem, TILE: gl.constexpr, t):
-    """The words of one tile of a stage; BN=128 only of stages of one tile."""
+    """Load the words of one tile of a stage; with BN=128, stages have one tile."""
     spread: gl.constexpr = words_register_layout(t.BN)
     tiles: gl.constexpr = [words_smem.shape[0] * words_smem.shape[1] // (t.BN // 8), t.BN // 16, 8, 4, 2, 2]
     return reinterpret(words_smem, gl.int32, tiles, PLAIN_5D).index(TILE).load(spread)

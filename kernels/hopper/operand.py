@@ -1,7 +1,7 @@
 """Decoded slices joined to wgmma's register operand, for the stream-K and the batch-invariant kernel.
 
-Nothing changes its register here: `assert_trivial` has the compiler refuse a decoder that would need it. Not
-for decoding, which each format defines.
+No value changes its register here: `assert_trivial` has the compiler refuse a decoder that would need it.
+Decoding itself is defined by each format.
 """
 
 from ..triton_imports import gl, gluon
@@ -9,7 +9,7 @@ from ..triton_imports import gl, gluon
 
 @gluon.jit
 def join_slices(part, SLICES: gl.constexpr):
-    """The result of `decode` as one tensor [row / 16, r, t, v, h, u, slice ...]: joined dimensions come
+    """Join the result of `decode` to one tensor [row / 16, r, t, v, h, u, slice ...]: joined dimensions come
     last.
     """
     if SLICES == 1:
@@ -25,7 +25,7 @@ def join_slices(part, SLICES: gl.constexpr):
 
 @gluon.jit
 def wgmma_operand(words, scales, more_words, more_scales, CHUNK: gl.constexpr, t):
-    """wgmma's A operand [BN, 16 * SLICES] in registers from a tile's words; with eight slices from two's."""
+    """Return wgmma's A operand [BN, 16 * SLICES] in registers from a tile's words; 8 slices: two tiles'."""
     operand: gl.constexpr = gl.DotOperandLayout(0, t.MMA, 2)
     if t.SLICES == 8:
         low = join_slices(t.DECODER.decode(words, scales, 0, 4, t), 4)

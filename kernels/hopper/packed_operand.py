@@ -15,13 +15,13 @@ SEMAPHORES = 1024
 
 @cache
 def x_layout() -> gl.NVMMASharedLayout:
-    """The layout of shared memory for a stage of x."""
+    """Return the layout of shared memory for a stage of x."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @cache
 def plain_layout(rank: int) -> gl.NVMMASharedLayout:
-    """The layout of shared memory for a stage of words or of scales."""
+    """Return the layout of shared memory for a stage of words or of scales."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
@@ -50,7 +50,7 @@ class PackedOperand:
         return self.words.shape[1] * 64
 
     def descriptors(self, x: Tensor, tile: HopperTile) -> list[TensorDescriptor]:
-        """TMA descriptors of a stage: activations, words, scales."""
+        """Return the TMA descriptors of a stage: activations, words, scales."""
         row_tiles, k_tiles, _ = self.words.shape
         word_rows = self.words.view(row_tiles, k_tiles * self.decoder.word_rows, 64)
         scale_block = self.decoder.scale_block(tile)

@@ -1,13 +1,13 @@
 """Inline PTX of the stream-K kernel: mbarriers, shared loads, semaphores, partial sums, stores of y.
 
 Gluon puts a barrier of the whole group before every mbarrier arrive and every second wait, and a fence of all
-memory before a TMA load into memory that it has seen written. Here each warp waits and arrives for itself.
-Addresses in shared memory are byte offsets into its one allocation, which lies at `global_smem` (a test
-looks).
+memory before a TMA load into memory that the group has written. In this file each warp waits and arrives for
+itself. Addresses in shared memory are byte offsets into its one allocation, which lies at `global_smem` (a
+test checks that).
 
 Each operation is a Gluon function with its PTX above it. `ptx` numbers the operands, which the text names:
-results first, then arguments; with `pack=4` an argument is four registers, one for each value of a thread.
-`inline_asm_elementwise` needs a result, so if there is none `unused` is set to zero.
+results first, then arguments. With `pack=4` an argument is four registers, one for each value of a thread.
+`inline_asm_elementwise` needs a result, so an instruction without a result sets `unused` to zero.
 """
 
 from ..triton_imports import gl, gluon
@@ -15,7 +15,7 @@ from ..triton_imports import gl, gluon
 
 @gluon.constexpr_function
 def ptx(operands, *lines):
-    """PTX in braces with `$name` replaced by `$0`, `$1`, ... in the order of `operands`.
+    """Return PTX in braces with `$name` replaced by `$0`, `$1`, ... in the order of `operands`.
 
     operands: names between spaces; `name*4` declares $name0 to $name3.
     """
@@ -72,7 +72,7 @@ def mbarrier_expect_asm(full, count):
 
 @gluon.jit
 def mbarrier_expect(barrier, pred, FULL: gl.constexpr, BYTES: gl.constexpr):
-    """Lane 0 arrives at the mbarrier `barrier` bytes behind `FULL`, expecting `BYTES`, where `pred`."""
+    """Let lane 0 arrive at the mbarrier `barrier` bytes behind `FULL`, expecting `BYTES`, if `pred`."""
     gl.inline_asm_elementwise(
         mbarrier_expect_asm(FULL, BYTES), "=r,r,r", [barrier, pred], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -89,7 +89,7 @@ def mbarrier_wait_asm():
 
 @gluon.jit
 def mbarrier_wait(barrier, phase):
-    """Every lane waits until this phase of the mbarrier is over."""
+    """Let every lane wait until this phase of the mbarrier is over."""
     gl.inline_asm_elementwise(
         mbarrier_wait_asm(), "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -107,8 +107,8 @@ def mbarrier_arrive_asm():
 
 @gluon.jit
 def mbarrier_arrive(barrier, pred):
-    """This warp arrives once. The wgmma issued since then used the words that its lanes read, so the read is
-    complete.
+    """This warp arrives once. The wgmma issued since a lane's read used the words of that read, so the read
+    is complete.
     """
     gl.inline_asm_elementwise(
         mbarrier_arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
@@ -117,7 +117,7 @@ def mbarrier_arrive(barrier, pred):
 
 @gluon.jit
 def sync_warp():
-    """Orders this warp's writes before its next mbarrier arrive."""
+    """Order this warp's writes before its next mbarrier arrive."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -137,7 +137,7 @@ def load_shared_v4_asm(offset):
 
 @gluon.jit
 def load_shared_v4(address, OFFSET: gl.constexpr):
-    """Four words of each thread, 16 bytes, at `address + OFFSET`."""
+    """Read four words of each thread, 16 bytes, at `address + OFFSET`."""
     return gl.inline_asm_elementwise(
         load_shared_v4_asm(OFFSET), "=r,=r,=r,=r,r", [address],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
@@ -155,7 +155,7 @@ def load_shared_v2_asm(offset):
 
 @gluon.jit
 def load_shared_v2(address, OFFSET: gl.constexpr):
-    """Two words of each thread, 8 bytes, at `address + OFFSET`."""
+    """Read two words of each thread, 8 bytes, at `address + OFFSET`."""
     return gl.inline_asm_elementwise(
         load_shared_v2_asm(OFFSET), "=r,=r,r", [address],
         dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
@@ -189,7 +189,7 @@ def load_shared_pair_asm(offset, step):
 
 @gluon.jit
 def load_shared_pair(address, OFFSET: gl.constexpr, STEP: gl.constexpr):
-    """The words at `address + OFFSET` and `STEP` bytes on."""
+    """Read the words at `address + OFFSET` and `STEP` bytes further on."""
     return gl.inline_asm_elementwise(
         load_shared_pair_asm(OFFSET, STEP), "=r,=r,r", [address],
         dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
@@ -201,7 +201,7 @@ def load_shared_pair(address, OFFSET: gl.constexpr, STEP: gl.constexpr):
 
 @gluon.constexpr_function
 def elected_asm(of, instruction):
-    """`instruction` by thread 0 ("tid.x") or lane 0 ("laneid")."""
+    """Return PTX that runs `instruction` in thread 0 ("tid.x") or lane 0 ("laneid")."""
     return ptx(
         "unused semaphore",
         ".reg .pred p;", ".reg .b32 t;", f"mov.u32 t, %{of};", "setp.eq.u32 p, t, 0;",
@@ -211,7 +211,7 @@ def elected_asm(of, instruction):
 
 @gluon.jit
 def semaphore_release(semaphore, OF: gl.constexpr):
-    """The first thread or lane adds one, with release at GPU scope."""
+    """Let the first thread or lane add one, with release at GPU scope."""
     gl.inline_asm_elementwise(
         elected_asm(OF, "red.release.gpu.global.add.u32 [$semaphore], 1"), "=r,l", [semaphore.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -249,7 +249,7 @@ def semaphore_reset(semaphore, OF: gl.constexpr):
 
 @gluon.jit
 def opaque_address(pointer):
-    """The pointer as an int64 that the compiler cannot recompute, so it hoists nothing computed from it."""
+    """Hide a pointer as an int64 that the compiler cannot recompute, and so hoists nothing out of."""
     return gl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [pointer.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -265,7 +265,7 @@ def store_fp32_asm(offset):
 
 @gluon.jit
 def store_fp32(sums, address, OFFSET: gl.constexpr):
-    """A thread's four sums, 16 bytes, to `address + OFFSET` in global memory."""
+    """Store a thread's four sums, 16 bytes, to `address + OFFSET` in global memory."""
     gl.inline_asm_elementwise(
         store_fp32_asm(OFFSET), "=r,=r,=r,=r,r,r,r,r,l,l,l,l", [sums, address],
         dtype=gl.int32, is_pure=False, pack=4,
@@ -284,7 +284,7 @@ def load_fp32_asm(offset):
 
 @gluon.jit
 def load_fp32(address, wanted, OFFSET: gl.constexpr):
-    """Four of another CTA's sums from `address + OFFSET`, past L1; zeros if not `wanted`."""
+    """Load four of another CTA's sums from `address + OFFSET`, past L1; zeros if not `wanted`."""
     return gl.inline_asm_elementwise(
         load_fp32_asm(OFFSET), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, wanted],
         dtype=gl.float32, is_pure=False, pack=4,
@@ -304,7 +304,7 @@ def max_abs_asm():
 
 @gluon.jit
 def max_abs(sums, before):
-    """The greatest magnitude of a thread's four sums and `before`, four times."""
+    """Return the greatest magnitude of a thread's four sums and `before`, four times."""
     return gl.inline_asm_elementwise(
         max_abs_asm(), "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [sums, before],
         dtype=gl.float32, is_pure=True, pack=4,
@@ -327,7 +327,7 @@ def store_fp16_asm(offset):
 
 @gluon.jit
 def store_fp16(low, high, scale, address, OFFSET: gl.constexpr):
-    """A thread's eight sums times `scale`, in fp16, 16 bytes, to `address + OFFSET`."""
+    """Store a thread's eight sums times `scale`, in fp16, 16 bytes, to `address + OFFSET`."""
     gl.inline_asm_elementwise(
         store_fp16_asm(OFFSET), "=r,=r,=r,=r,f,f,f,f,f,f,f,f,f,f,f,f,l,l,l,l", [low, high, scale, address],
         dtype=gl.int32, is_pure=False, pack=4,
@@ -343,7 +343,7 @@ def store_scale_asm(offset):
 
 @gluon.jit
 def store_scale(scale, address, OFFSET: gl.constexpr):
-    """A thread's one fp32 scale to `address + OFFSET`."""
+    """Store a thread's one fp32 scale to `address + OFFSET`."""
     gl.inline_asm_elementwise(
         store_scale_asm(OFFSET), "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [scale, address],
         dtype=gl.int32, is_pure=False, pack=4,
@@ -352,7 +352,7 @@ def store_scale(scale, address, OFFSET: gl.constexpr):
 
 @gluon.constexpr_function
 def load_lines(what, offset, shared):
-    """Load from `$address0 + offset` in shared memory or, past L1, in global memory."""
+    """Return PTX that loads from `$address0 + offset` in shared memory or, past L1, in global memory."""
     if shared:
         base = ("mov.u32 p, global_smem;", "add.u32 p, p, $address0;")
         return (*base, f"ld.shared.{what}, [p+{offset}];")
@@ -377,7 +377,7 @@ def load_fp16_asm(offset, shared):
 
 @gluon.jit
 def load_fp16(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
-    """The sums that `store_fp16` stored, as two times four sums in fp32, from global or shared memory."""
+    """Load the sums that `store_fp16` stored, as two times four fp32 sums, from global or shared memory."""
     return gl.inline_asm_elementwise(
         load_fp16_asm(OFFSET, SHARED), load_constraints(8, SHARED), [address],
         dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
@@ -393,7 +393,7 @@ def load_scale_asm(offset, shared):
 
 @gluon.jit
 def load_scale(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
-    """The scale that `store_scale` stored, four times."""
+    """Load the scale that `store_scale` stored, four times."""
     return gl.inline_asm_elementwise(
         load_scale_asm(OFFSET, SHARED), load_constraints(4, SHARED), [address],
         dtype=gl.float32, is_pure=False, pack=4,
@@ -417,9 +417,9 @@ def bulk_load_asm(sums_bytes, scales_bytes, full, words):
 
 @gluon.jit
 def bulk_load(sums, scales, slot, SUMS_BYTES: gl.constexpr, SCALES_BYTES: gl.constexpr, t, smem):
-    """Lane 0 starts bulk copies of partial sums into a slot's activations and of their scales into its words.
+    """Let lane 0 start bulk copies of partial sums into a slot's activations, and of scales into its words.
 
-    Both complete on the slot's full mbarrier. Other CTAs wrote them, hence the proxy fence.
+    Both copies complete on the slot's full mbarrier. Other CTAs wrote the sums, hence the proxy fence.
     """
     gl.inline_asm_elementwise(
         bulk_load_asm(SUMS_BYTES, SCALES_BYTES, smem.FULL, smem.WORDS), "=r,l,l,r,r,r",
@@ -447,10 +447,10 @@ def store_y_asm(half):
 
 @gluon.jit
 def store_transposed(sums, address, inside, HALF: gl.constexpr):
-    """A thread's four sums, two neighbours in M of two rows of the weight, as four neighbours in a row of y.
+    """Return a thread's four sums, two neighbours in M of two rows of w, as four neighbours in a row of y.
 
-    Transposed within the warp in two steps: 8x8 blocks by movmatrix, then between neighbouring lanes, so that
-    four lanes fill a 32-byte sector.
+    The sums are transposed within the warp in two steps: 8x8 blocks by movmatrix, then between neighbouring
+    lanes, so that four lanes fill a 32-byte sector.
     """
     gl.inline_asm_elementwise(
         store_y_asm(HALF), "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r", [sums, address, inside],

@@ -1,14 +1,14 @@
 """Warps that put a stage's activations in another order, for decoders whose lanes hold eight columns.
 
 wgmma gives lane 4 r + t pair t of every four pairs of columns. A format that looks up eight columns at once
-has in that lane pairs 4 t .. 4 t + 3 of 32 columns. Both sides of a product may have their columns in any
-order, if it is the same one, so these warps transpose the pairs of x:
+has pairs 4 t .. 4 t + 3 of 32 columns in that lane. Both sides of a product may have their columns in any
+order, if it is the same on both, so these warps transpose the pairs of x:
 
     pair 4 t + q of 32 columns  -->  pair 4 q + t
 
-which is 16 bytes of four 16-byte chunks each: four loads and four stores for a thread. They work between the
-producer and the consumers: x arrives at separate mbarriers, and a stage is full when these warps arrive as
-well. Not for words and scales, nor for formats that are packed in wgmma's own order.
+The 16 pairs are the bytes of four 16-byte chunks: four loads and four stores for a thread. These warps work
+between the producer and the consumers: x arrives at separate mbarriers, and a stage is full when these warps
+arrive as well. Words and scales are not reordered, nor is x for formats that are packed in wgmma's own order.
 """
 
 from ..triton_imports import gl, gluon
@@ -20,7 +20,7 @@ THREADS = gl.constexpr(REORDERING_WARPS.value * 32)
 
 @gluon.constexpr_function
 def transpose_asm(first, rows):
-    """first: an item, a multiple of 64; item first + $address is handled"""
+    """first: an item, a multiple of 64; the thread handles item first + $address"""
     half, row = first // rows, first % rows
     added, xored = half // 2 * rows * 128 + row * 128, half % 2 * 64
     lines = [
@@ -39,7 +39,7 @@ def transpose_asm(first, rows):
 
 @gluon.jit
 def transpose_pairs(address, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """The four chunks of item `FIRST` from `address` on; a chunk's place in a row is xored by the row."""
+    """Load four chunks of item `FIRST` from `address` on; a chunk's place in a row is xored by the row."""
     gl.inline_asm_elementwise(
         transpose_asm(FIRST, ROWS), "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -47,7 +47,7 @@ def transpose_pairs(address, FIRST: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def publish():
-    """This warp's writes become visible to wgmma before its next mbarrier arrive."""
+    """Make this warp's writes visible to wgmma before its next mbarrier arrive."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [0],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -56,7 +56,7 @@ def publish():
 
 @gluon.jit
 def reordering_partition(work, t, smem):
-    """Items are 32 columns of a row: down the rows first, then to the right, 64 columns a panel."""
+    """An item is 32 columns of a row. Items go down the rows first, then to the right, 64 columns a panel."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [REORDERING_WARPS], [0])
     thread = gl.arange(0, THREADS, layout)
     row = thread % t.BM

@@ -1,10 +1,10 @@
 """Matrix product with stream-K on Hopper, in Gluon: y [M, N] = x [M, K] @ w.T, w [N, K] packed.
 
-For any number of rows of x. Not for batch-invariant serving (`invariant.py`): the split of K depends on M.
+M may be any number. Batch-invariant serving needs `invariant.py`: the split of K depends on M here.
 
-What the bytes of w mean is the decoder's (`decoder.py`); the way of a tile through this kernel is drawn in
-`gemm.py`. "Swap AB": the weight is wgmma's M operand, decoded in registers, and x its N operand, so that
-sixteen rows of x cost wgmmas of N=16.
+The decoder (`decoder.py`) defines the bytes of w, and `gemm.py` draws a tile's path through this kernel.
+"Swap AB": the weight is wgmma's M operand, decoded in registers, and x its N operand, so that sixteen rows of
+x cost wgmmas of N=16.
 
 Stream-K (Osama et al., 2023): tiles of y are numbered down M, then along N, and each has as many iterations
 as K has 128 or 256 columns; CTA i of C starts at about iteration i * total / C, so that it may finish one
@@ -28,7 +28,7 @@ tile, do others whole and begin one more:
   everything that is written, wait for its end.
 
 Run-time integers are separate kernel arguments because Triton 3.6 ignores `do_not_specialize` for those in
-tuples, and would compile again for new values. It specializes on no floating-point number.
+tuples, and would compile again for new values. Triton specializes on no floating-point number.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ FLAT_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def fast_divide(a, b, inverse):
-    """a // b for 0 <= a < 2^22, with the fp32 number nearest to 1 / b.
+    """Return a // b for 0 <= a < 2^22, with the fp32 number nearest to 1 / b.
 
     Three integer divisions one after another take 0.4 us, before the first load is issued.
     """
@@ -116,7 +116,7 @@ class Decomposition:
 
     @gluon.jit
     def first_iter(self, cta, OFFSETS: gl.constexpr):
-        """A CTA's first iteration: the equal share, plus its signed byte of `start_offsets`."""
+        """Return a CTA's first iteration: the equal share, plus its signed byte of `start_offsets`."""
         begin = fast_divide(cta * self.total_iters, self.num_ctas, self.inv_ctas)
         if OFFSETS:
             place = cta - fast_divide(cta, self.period, self.inv_period) * self.period
@@ -129,16 +129,16 @@ class Decomposition:
 
     @gluon.jit
     def owner_of(self, tile):
-        """The CTA with the tile's first iteration: the last that starts no later.
+        """Return the CTA with the tile's first iteration: the last that starts no later.
 
-        Start offsets move no start from one tile into another, so equal shares tell.
+        Start offsets move no start from one tile into another, so equal shares give the answer.
         """
         first = tile * self.iters_per_tile + 1
         return fast_divide(first * self.num_ctas - 1, self.total_iters, self.inv_total)
 
     @gluon.jit
     def last_cta_of(self, tile):
-        """The CTA with the tile's last iteration."""
+        """Return the CTA with the tile's last iteration."""
         end = (tile + 1) * self.iters_per_tile
         return fast_divide(end * self.num_ctas - 1, self.total_iters, self.inv_total)
 
@@ -174,7 +174,7 @@ class Work:
 
     @gluon.jit
     def next_stage(self, tile_n, tile_m, k):
-        """The place one stage on: along K, then the next rows of x, then the next of the weight."""
+        """Return the place one stage on: along K, then the next rows of x, then the next of the weight."""
         k += 1
         over = k == self.stages_per_tile
         k = gl.where(over, self.k_begin, k)
@@ -203,7 +203,7 @@ def load_stage(
 
 @gluon.jit
 def fill_ring(ring, work, WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, t, smem):
-    """Prologue: start loading into all slots of the empty ring; the place behind them."""
+    """Start loading into all slots of the empty ring, as the prologue; return the place behind them."""
     tile_n = work.tile_n
     tile_m = work.tile_m
     k = work.k
@@ -215,7 +215,7 @@ def fill_ring(ring, work, WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, t, s
 
 @gluon.jit
 def producer_partition(ring, exchange, work, TAILS: gl.constexpr, t, smem):
-    """The one warp that issues the TMA loads."""
+    """Run the one warp that issues the TMA loads."""
     # The weights do not depend on the kernel before this one, so the first of them need not wait for its end;
     # the activations do.
     fill_ring(ring, work, True, False, t, smem)
@@ -239,7 +239,7 @@ def producer_partition(ring, exchange, work, TAILS: gl.constexpr, t, smem):
 
 @gluon.jit
 def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.constexpr, t, smem):
-    """The warpgroups that decode and multiply: main loop and epilogue of each tile, or part of one."""
+    """Run the warpgroups that decode and multiply: main loop and epilogue of each tile, or part of a tile."""
     if smem.X > 0:
         t.DECODER.fill_table(memory, table, t, smem)
         thread_barrier()
@@ -319,7 +319,7 @@ def stream_k_kernel(
     tiles_m, iters_per_tile, total_iters, num_ctas, period, start_offsets, head_iters, tails_per_cta,
     inverses, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Grid: `num_ctas` CTAs. Parameters as `launch` gives them; inverses: for `fast_divide`."""
+    """Grid: `num_ctas` CTAs. Parameters are as `launch` gives them; inverses: for `fast_divide`."""
     TAILS: gl.constexpr = FORM.tails
     inv_tiles_m, inv_iters_per_tile, inv_total, inv_ctas, inv_period = inverses
     t = Traits(FORM.tile, FORM.decoder, FORM.scale_weights)
@@ -385,7 +385,7 @@ def stream_k_kernel(
 
 @dataclass(frozen=True)
 class Tile(HopperTile):
-    """`slices`: 4 or 8 for `chunked_mainloop`, 1 for `sliced_mainloop`."""
+    """`slices` is 4 or 8 for `chunked_mainloop`, 1 for `sliced_mainloop`."""
 
     @property
     def iter_columns(self) -> int:
@@ -416,7 +416,7 @@ class Config:
 
 
 def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
-    """x [M, K] @ w.T into y [M, N], in one launch."""
+    """Write x [M, K] @ w.T into y [M, N], in one launch."""
     m, n = y.shape
     split = split_of(m, n, weight.columns, config)
     partials = torch.empty(split.scratch, dtype=torch.float32, device=x.device)
@@ -443,7 +443,7 @@ class Split(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def split_of(m: int, n: int, columns: int, config: Config) -> Split:
-    """It is computed once for all layers of one shape: in a prompt that no graph covers, Python's time
+    """A split is computed once for all layers of one shape: in a prompt that no graph covers, Python's time
     counts.
     """
     tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
@@ -463,10 +463,10 @@ def split_of(m: int, n: int, columns: int, config: Config) -> Split:
 
 
 def packed_bytes(offsets: tuple[int, ...]) -> int:
-    """Up to four start offsets as the signed bytes of an int32, the first one lowest."""
+    """Pack up to four start offsets as the signed bytes of an int32, the first offset lowest."""
     return int.from_bytes(bytes(offset & 255 for offset in offsets).ljust(4, b"\0"), "little", signed=True)
 
 
 def form_of(tile: Tile, decoder: Decoder, n: int, tails: bool) -> Form:
-    """Compile-time parameters of the kernel: of n only whether rows of y are whole groups of four."""
+    """Return the kernel's compile-time parameters; of n only whether rows of y are whole groups of four."""
     return Form(tile, decoder, not decoder.scales_sums(tile), n % 4 == 0, tails)

@@ -19,7 +19,7 @@ from .tile import NUM_SMS
 
 @dataclass(frozen=True)
 class Bucket:
-    """How the products of up to 64 rows are split.
+    """Parameters that say how the products of up to 64 rows are split.
 
     data_parallel  a CTA for each tile of y, where they fill as much as `min_fill` of the chip's CTA slots
     stream_k       elsewhere: stream-K on about as many CTAs as there are slots
@@ -63,14 +63,14 @@ MAX_SHIFT = 1.5 * SEND_COST
 
 @lru_cache(maxsize=4096)
 def config_for(m: int, n: int, k: int) -> Config:
-    """The tile and the split for y [m, n] over k."""
+    """Return the tile and the split for y [m, n] over k."""
     if m <= max(BUCKETS):
         return bucket_config(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
     return large_m_config(large_m_tile(m, n, k), m, n, k)
 
 
 def bucket_config(bucket: Bucket, m: int, n: int, k: int) -> Config:
-    """The tile and the split for up to 64 rows."""
+    """Return the tile and the split for up to 64 rows."""
     tiles = bucket.data_parallel.num_tiles(m, n)
     slots = NUM_SMS * bucket.data_parallel.ctas_per_sm
     fill = bucket.min_fill if tiles <= slots else 0.9
@@ -83,7 +83,7 @@ def bucket_config(bucket: Bucket, m: int, n: int, k: int) -> Config:
 
 
 def large_m_tile(m: int, n: int, k: int) -> Tile:
-    """The tile for more than 64 rows."""
+    """Return the tile for more than 64 rows."""
     small_tiles = TILE_128X64.num_tiles(m, n)
     if m <= 128:
         return TILE_128X64 if small_tiles <= NUM_SMS and k <= VERY_LONG_K else TILE_128X128
@@ -96,7 +96,7 @@ def large_m_tile(m: int, n: int, k: int) -> Tile:
 
 
 def large_m_config(tile: Tile, m: int, n: int, k: int) -> Config:
-    """Data-parallel if tiles are distributed almost evenly, or if splitting costs more than it gains."""
+    """Use data-parallel CTAs if tiles spread almost evenly, or if splitting costs more than it gains."""
     tiles, slots = tile.num_tiles(m, n), NUM_SMS * tile.ctas_per_sm
     tiles_per_cta = triton.cdiv(tiles, slots)
     if tiles % tiles_per_cta == 0 and tiles // tiles_per_cta >= 0.95 * slots:
@@ -110,7 +110,7 @@ def large_m_config(tile: Tile, m: int, n: int, k: int) -> Config:
 
 
 def head_tail_config(tiles: int, iters_per_tile: int) -> Config | None:
-    """A CTA for the head of each 256x64 tile, and one for the tails of every few that is done in time."""
+    """Use a CTA for the head of each 256x64 tile, and one for the tails of every few that is done in time."""
     idle = NUM_SMS - tiles
     most = tail_prefetch.MAX_TAILS.value
     each = next((e for e in range(2, most + 1) if tiles % e == 0 and tiles // e <= idle), 0)
@@ -128,7 +128,7 @@ def head_tail_config(tiles: int, iters_per_tile: int) -> Config | None:
 
 
 def split_config(tile: Tile, m: int, n: int, k: int) -> Config:
-    """Stream-K on about as many CTAs as there are slots, preferably on a number that splits tiles alike.
+    """Use stream-K on about as many CTAs as there are slots, preferably on a number that splits tiles alike.
 
     CTAs at the same columns of K find x in L2 together (`stream_k.py`). If a tile has many parts, they are as
     equal as its iterations allow.
@@ -154,9 +154,9 @@ def split_config(tile: Tile, m: int, n: int, k: int) -> Config:
 
 
 def l2_aligned_ctas(tiles: int, slots: int, places: int) -> int:
-    """The largest number of CTAs whose shares start at no more than this many places of K.
+    """Return the largest number of CTAs whose shares start at no more than this many places of K.
 
-    At least nine tenths of `slots`, or all of them.
+    The number is at least nine tenths of `slots`, or all of them.
     """
     counts = (
         tiles * starts // ends
@@ -171,8 +171,8 @@ def l2_aligned_ctas(tiles: int, slots: int, places: int) -> int:
 def balanced_start_offsets(
     period: int, tiles: int, iters_per_tile: int, iter_columns: int
 ) -> tuple[int, ...]:
-    """Start offsets of `period` CTAs that share this many tiles, so that the last of them finishes as early
-    as possible.
+    """Return start offsets of `period` CTAs that share this many tiles, so that the last CTA finishes as
+    early as possible.
 
     Among equal choices, the first CTA finishes as late as possible: the most even choice was fastest.
     """
@@ -199,7 +199,7 @@ def balanced_start_offsets(
 
 
 def finish_times(starts: list[int], iters_per_tile: int, iter_columns: int) -> list[float]:
-    """When each of some CTAs is done: CTA i, here the last first, has iterations from starts[i] on."""
+    """Return when each of some CTAs is done: CTA i, here the last first, has iterations from starts[i] on."""
     sent: dict[int, list[float]] = {}
     times = []
     for first, end in reversed(list(itertools.pairwise(starts))):

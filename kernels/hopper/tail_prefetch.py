@@ -6,8 +6,8 @@ a few.
     CTA 2    tail 0 |--| tail 1 |--|           sends both before the owners have reached their ends
 
 An owner's producer warp loads the tail's partial sums into the ring before the owner needs them; a sender's
-producer warp signals for its consumers, so that these do not wait until their stores are visible. For tiles
-of 64 rows of the weight, whose partial sums in fp16 need no more room than a stage's activations.
+producer warp signals for its consumers, so that these do not wait until their stores are visible. Tiles have
+64 rows of the weight: their partial sums in fp16 need no more room than a stage's activations.
 """
 
 from ..triton_imports import gl, gluon
@@ -29,7 +29,7 @@ MAX_TAILS = gl.constexpr(8)
 
 @gluon.jit
 def send_tail(fragments, partials, offsets, tile, barrier, t):
-    """Consumers: store a tail's partial sums; `signal_tails` releases the semaphore.
+    """As consumers, store a tail's partial sums; `signal_tails` releases the semaphore.
 
     Activations have come, so the kernel before this one has ended (PDL) and no longer reads scratch memory.
     """
@@ -41,7 +41,7 @@ def send_tail(fragments, partials, offsets, tile, barrier, t):
 
 @gluon.jit
 def signal_tails(exchange, num_tails, smem):
-    """Producer warp of a CTA of tails: release each tile's semaphore once all warps have stored."""
+    """As the producer warp of a CTA of tails, release each tile's semaphore once all warps have stored."""
     for i in range(num_tails):
         mbarrier_wait(smem.SENT + i * 8, 0)
         semaphore_release(exchange.semaphores + exchange.owner + i, "laneid")
@@ -49,9 +49,9 @@ def signal_tails(exchange, num_tails, smem):
 
 @gluon.jit
 def prefetch_tail(exchange, stages, t, smem):
-    """Producer warp of an owner: load the tail's sums into the slot behind its `stages` stages.
+    """As an owner's producer warp, load the tail's sums into the slot behind its `stages` stages.
 
-    The sums replace the slot's activations, their scales replace its words.
+    The sums replace the slot's activations, and their scales replace its words.
     """
     tile = exchange.owner
     semaphore_acquire(exchange.semaphores + tile, 1)
@@ -66,7 +66,7 @@ def prefetch_tail(exchange, stages, t, smem):
 
 @gluon.jit
 def add_tail(fragments, slot, phase, offsets, t, smem):
-    """Consumers of an owner: add the sums that `prefetch_tail` has loaded."""
+    """As an owner's consumers, add the sums that `prefetch_tail` has loaded."""
     mbarrier_wait(smem.FULL + slot * 8, phase)
     scale_address = offsets // 4 + slot * smem.WORD_BYTES
     return add_scaled_fp16(

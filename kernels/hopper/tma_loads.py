@@ -6,8 +6,8 @@ A stage is K_TILES tiles of 64 columns of K:
     scales  int32 [STAGES, ...]                                 as the decoder has it
     x       bf16 or fp16 [STAGES, BM, K_TILES * 64]             128-byte swizzle
 
-TMA fills in zeros past the end of K, M and N. Arming the full mbarrier is left to the two kernels, which do
-it in ways of their own.
+TMA fills in zeros past the end of K, M and N. The two kernels arm the full mbarrier, each in its own
+way.
 """
 
 import math
@@ -62,19 +62,19 @@ class Ring:
 
 @gluon.constexpr_function
 def activation_bytes(x_block):
-    """Bytes of x that arrive in a slot."""
+    """Return the bytes of x that arrive in a slot."""
     return 2 * math.prod(x_block)
 
 
 @gluon.constexpr_function
 def stage_bytes(words_block, scale_block, x_block):
-    """All bytes that arrive in a slot."""
+    """Return all bytes that arrive in a slot."""
     return 4 * math.prod(words_block) + 4 * math.prod(scale_block) + activation_bytes(x_block)
 
 
 @gluon.constexpr_function
 def full_bytes(words_block, scale_block, x_block, x_apart):
-    """The bytes that the mbarrier of a full stage counts: x's too, unless x arrives at a separate one."""
+    """Return the bytes that a full stage's mbarrier counts: x's too, unless x arrives at a separate one."""
     return stage_bytes(words_block, scale_block, x_block) - (activation_bytes(x_block) if x_apart else 0)
 
 

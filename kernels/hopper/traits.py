@@ -1,7 +1,7 @@
 """Compile-time numbers of the Hopper kernels, as Gluon aggregates.
 
-The kernel traits of CUTLASS: built once at the top of a kernel from the host's `HopperTile` and `Decoder` and
-passed down, so that no device function repeats them. They hold no run-time values.
+Traits are built as in CUTLASS: once at the top of a kernel from the host's `HopperTile` and `Decoder` and
+passed down, so that no device function repeats them. Traits hold no run-time values.
 """
 
 import math
@@ -11,7 +11,7 @@ from ..triton_imports import WHOLE_VIEWS, aggregate, gl, gluon, reinterpret
 
 @gluon.constexpr_function
 def iter_stages(k_tiles, slices):
-    """Stages in an iteration of the main loop, which takes an even number of chunks or many slices."""
+    """The stages in an iteration of the main loop, which takes an even number of chunks or many slices."""
     return 2 if k_tiles * 4 == slices else 1
 
 
@@ -148,7 +148,7 @@ class Slots:
 
 @gluon.jit
 def slots_of(memory, desc, OFFSET: gl.constexpr, smem):
-    """The ring of `desc`'s blocks that begins at byte OFFSET, a multiple of a block's bytes."""
+    """Return the ring of `desc`'s blocks that begins at byte OFFSET, a multiple of a block's bytes."""
     block_bytes: gl.constexpr = numbers_in(desc.block_shape) * (desc.dtype.primitive_bitwidth // 8)
     gl.static_assert(OFFSET % block_bytes == 0)
     view = reinterpret(memory, desc.dtype, [smem.TOTAL // block_bytes] + desc.block_shape, desc.layout)  # noqa: RUF005

@@ -7,9 +7,9 @@
     sub 128 + z      q - z, exact;   mul: times the scale                                 (integer zero)
     sub 136          q - 8, exact;   fma: times the scale, plus (8 - z) * scale           (fractional zero)
 
-Instructions per weight (SASS, all of the main loop): 2.9 in chunks of 128 columns, 3.2 in chunks of 64; at
-the HBM bandwidth of an H200 there is issue room for 3.7. If a kernel multiplies its sums over a group by the
-scale instead (SCALE_WEIGHTS false), the mul is not needed: 2.4.
+Instructions per weight (SASS, all of the main loop) are 2.9 in chunks of 128 columns and 3.2 in chunks of 64;
+at the HBM bandwidth of an H200 there is issue room for 3.7. If a kernel multiplies its sums over a group by
+the scale instead (SCALE_WEIGHTS false), the mul is not needed: 2.4.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def groups_in_tile(group_size):
 
 @gluon.constexpr_function
 def unpack_asm(first_slice, slices, decoder, scale_weights):
-    """PTX that turns the words of two rows, r and r+8, into their operand registers of `slices` slices.
+    """Return PTX that turns the words of two rows, r and r+8, into operand registers of `slices` slices.
 
     Operands, with row 0 for r and row 1 for r+8:
         out{slice}_row{row}       two weights
@@ -83,7 +83,7 @@ def slice_types(slices, dtype):
 
 @gluon.jit
 def duplicate(value, HALF: gl.constexpr):
-    """fp32 [BN] to int32 [BN] holding the value twice in 16 bits."""
+    """Convert fp32 [BN] to int32 [BN] that holds each value twice in 16 bits."""
     if HALF:
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [value], dtype=gl.int32, is_pure=True, pack=1
@@ -96,13 +96,13 @@ def duplicate(value, HALF: gl.constexpr):
 
 @gluon.jit
 def scale_from_word(scale_word):
-    """The scale in a scale word with an integer zero, in fp32."""
+    """Return the scale in a scale word with an integer zero, in fp32."""
     return (scale_word & -16).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def split_scale_word(scale_word, t):
-    """A scale word as the two operands `first` and `second` of `unpack_asm`."""
+    """Unpack a scale word to the two operands `first` and `second` of `unpack_asm`."""
     if t.DECODER.fractional:
         first = (scale_word & -65536) | ((scale_word >> 16) & 0xFFFF)
         second = (scale_word << 16) | (scale_word & 0xFFFF)
@@ -114,7 +114,7 @@ def split_scale_word(scale_word, t):
 
 @gluon.jit
 def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
-    """Slices of a tile, as `Decoder` requires them."""
+    """Decode slices of a tile, as `Decoder` requires."""
     asm: gl.constexpr = unpack_asm(FIRST, SLICES, t.DECODER, t.SCALE_WEIGHTS)
     constraints: gl.constexpr = unpack_constraints(SLICES, t.DECODER.group_size)
     types: gl.constexpr = slice_types(SLICES, t.DTYPE)
@@ -124,7 +124,7 @@ def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
 
 @gluon.jit
 def lane_offsets(warp, r, quad, t):
-    """Byte offsets in a stage of a lane's words of a tile, and of the scale words of its row r."""
+    """Return byte offsets in a stage of a lane's words of a tile, and of the scale words of its row r."""
     return words_offset(warp, r, quad, t), (warp * 16 + r) * 4 + quad * 0
 
 
@@ -135,7 +135,7 @@ def scale_corner(k_stage, tile_n, t):
 
 @gluon.jit
 def read_scales(slot, row, TILE: gl.constexpr, t, smem):
-    """For each group of a tile the unpacked scale words of the lane's rows r and r + 8."""
+    """Return, for each group of a tile, the unpacked scale words of the lane's rows r and r + 8."""
     GROUP: gl.constexpr = t.DECODER.group_size
     scales = ()
     for group in gl.static_range(groups_in_tile(GROUP)):
@@ -152,7 +152,7 @@ def read_scales(slot, row, TILE: gl.constexpr, t, smem):
 
 @gluon.jit
 def read_sum_scales(slot, CHUNK: gl.constexpr, t, smem):
-    """The scales of chunk `CHUNK`, a group of 128 columns, for its sums: [BN, 1]."""
+    """Return the scales of chunk `CHUNK`, a group of 128 columns, for its sums: [BN, 1]."""
     row = gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
     words = load_shared(slot * smem.SCALE_BYTES + row * 4, smem.SCALES + CHUNK * t.BN * 4)
     return gl.expand_dims(scale_from_word(words), 1)
@@ -160,7 +160,7 @@ def read_sum_scales(slot, CHUNK: gl.constexpr, t, smem):
 
 @gluon.jit
 def load_scales(scale_smem, TILE: gl.constexpr, t):
-    """`read_scales` for the batch-invariant kernel."""
+    """Read scales as `read_scales` does, for the batch-invariant kernel."""
     GROUP: gl.constexpr = t.DECODER.group_size
     by_group = reinterpret(scale_smem, gl.int32, [scale_smem.shape[0], t.BN // 16, 2, 8], PLAIN_3D)
     scales = ()
@@ -206,6 +206,6 @@ class Int4Decoder(Decoder):
         return [max(1, tile.k_tiles * 64 // self.group_size), tile.n]
 
     def scales_sums(self, tile: HopperTile) -> bool:
-        """With few rows of x, if a chunk is a group: its sums are fewer than its weights."""
+        """Sums are scaled with few rows of x, if a chunk is a group: its sums are fewer than its weights."""
         chunk_is_group = tile.slices == 8 and self.group_size == 128
         return tile.m <= MAX_SCALED_SUM_ROWS and chunk_is_group and not self.fractional

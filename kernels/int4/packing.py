@@ -1,6 +1,6 @@
 """INT4 weights in the order of wgmma's register operand ("swap AB"): byte layout, packing, reference.
 
-`decoder.py` reads these bytes for `kernels/hopper/`. Not for activations in fp32.
+`decoder.py` reads these bytes for `kernels/hopper/`. Activations in fp32 are not supported.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 
@@ -27,7 +27,7 @@ numbers of the activations' type, the scale in the high half and (8 - zero) * sc
     integer zero      w = (q - zero) * scale         q - zero exact, one rounding to the activations' type
     fractional zero   w = (q - 8) * scale + (8 - zero) * scale       one rounding likewise
 
-Bytes of one weight in groups of 128: N*K/2 + N*K/32, that is 4.25 bits per weight.
+In groups of 128 a weight takes N*K/2 + N*K/32 bytes, that is 4.25 bits per weight.
 """
 
 import torch
@@ -40,7 +40,7 @@ MAX_GROUP = 128
 
 
 def pack_words(codes: Tensor) -> Tensor:
-    """Codes uint8 [N, K] of 0..15 to words int32 [ceil(N/64), ceil(K/64), 512]."""
+    """Pack codes uint8 [N, K] of 0..15 into words int32 [ceil(N/64), ceil(K/64), 512]."""
     n, k = codes.shape
     tiles_n, tiles_k = triton.cdiv(n, TILE), triton.cdiv(k, TILE)
     if (n, k) != (tiles_n * TILE, tiles_k * TILE):
@@ -83,7 +83,7 @@ def pack_scales(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype
 def reference_weight(
     words: Tensor, scale_words: Tensor, group_size: int, fractional: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The weight the kernels multiply by, [N, K] in `dtype`, N in whole tiles."""
+    """Return the weight that the kernels multiply by, [N, K] in `dtype`, N in whole tiles."""
     group_size = min(group_size, MAX_GROUP)
     codes = unpack_words(words).float()[:, : scale_words.shape[0] * group_size]
     if fractional:
@@ -102,6 +102,6 @@ def reference_weight(
 def reference_matmul(
     x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int, fractional: bool
 ) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T in fp64, with the weight in x's type."""
+    """Compute y [M, N] = x [M, K] @ w.T in fp64, with the weight in x's type."""
     weight = reference_weight(words, scale_words, group_size, fractional, x.dtype)[:n, : x.shape[1]]
     return x.double() @ weight.double().t()

@@ -1,10 +1,11 @@
 """INT8 weights as two INT4 planes for the INT4 kernels on Hopper: byte layout, packing, reference.
 
-An eight-bit code is two of four bits, `code + 128 = 16 high + low`, so a weight is the sum of two of INT4:
+An eight-bit code is two codes of four bits, `code + 128 = 16 high + low`, so a weight is the sum of two INT4
+weights:
 
     code * scale = (high - 8) * 16 scale + (low - 0) * scale
 
-and its product is one of INT4 along a K twice as long, with x there twice:
+The weight's product is one INT4 product along a K twice as long, with x there twice:
 
     x @ W.T = [x, x] @ [HIGH | LOW].T
 
@@ -30,7 +31,7 @@ HIGH_ZERO, LOW_ZERO = 8, 0
 
 
 def pack(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes int8 [N, K] and scales [N, G] to words and scale words, for activations of `dtype`."""
+    """Pack codes int8 [N, K] and scales [N, G] into words and scale words, for activations of `dtype`."""
     group_size = codes.shape[1] // scale.shape[1]
     unsigned = codes.view(torch.uint8) ^ 0x80
     planes = (unsigned >> 4, scale.float() * 16, HIGH_ZERO), (unsigned & 0xF, scale.float(), LOW_ZERO)
@@ -47,6 +48,6 @@ def decoder(group_size: int, half: bool) -> Int4Decoder:
 
 
 def reference_matmul(x: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int) -> Tensor:
-    """y [M, N] = x [M, K] @ w.T in fp64, with the weight in x's type."""
+    """Compute y [M, N] = x [M, K] @ w.T in fp64, with the weight in x's type."""
     twice = torch.cat([x, x], 1)
     return packing.reference_matmul(twice, words, scale_words, n, group_size, fractional=False)

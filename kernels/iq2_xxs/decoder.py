@@ -1,6 +1,6 @@
 """IQ2_XXS to wgmma's register operand on Hopper: the decoder of the stream-K kernel.
 
-`packing.py` describes the bytes, `lookup.py` the look-ups. For eight weights of a lane:
+`packing.py` describes the bytes, `lookup.py` the look-ups. A lane decodes eight weights like this:
 
     lop3, or shift and lop3   the address of the codebook's entry           1.5
     lds.128                   four pairs of numbers                         1
@@ -8,7 +8,7 @@
     4 mul                     times one half of a register that holds the scales of rows r and r + 8
 
 A vector's eight columns belong to one lane, while wgmma gives a lane every fourth pair: so x's pairs are
-reordered in shared memory (`hopper/reorder_x.py`). Not for the batch-invariant kernel.
+reordered in shared memory (`hopper/reorder_x.py`). There is no batch-invariant kernel for this format.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ TABLE_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 @gluon.constexpr_function
 def decode_asm(first_slice, slices, half):
-    """PTX that turns a lane's two words of a tile into the operand registers of `slices` slices.
+    """Return PTX that turns a lane's two words of a tile into the operand registers of `slices` slices.
 
     Operands, with row 0 for r and row 1 for r + 8; all that has four is the same in 0 and 2, and 1 and 3:
         out{slice}_row{row}_{v}   two weights
@@ -66,7 +66,7 @@ def slice_types(slices, dtype):
 
 @gluon.jit
 def two_by_two(a, b):
-    """[row / 16, r, t, v, u] with a and b for u = 0 and 1, in two registers."""
+    """Return [row / 16, r, t, v, u] with a and b for u = 0 and 1, in two registers."""
     return gl.join(gl.join(a, a), gl.join(b, b))
 
 
@@ -78,7 +78,7 @@ def lane_offsets(warp, r, quad, t):
 
 @gluon.jit
 def read_words(slot, lane, TILE: gl.constexpr, t, smem):
-    """A lane's words of both blocks of one tile, and the beginning of its copy of the codebook."""
+    """Read a lane's words of both blocks of one tile, and the beginning of its copy of the codebook."""
     a, b = load_shared_v2(lane + slot * smem.WORD_BYTES, smem.WORDS + TILE * 1024)
     copy = (lane & 56) * 2
     return two_by_two(a, b), two_by_two(copy, copy)
@@ -86,7 +86,7 @@ def read_words(slot, lane, TILE: gl.constexpr, t, smem):
 
 @gluon.jit
 def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
-    """Slices of a tile, as `Decoder` requires them."""
+    """Decode slices of a tile, as `Decoder` requires."""
     word, copy = words
     asm: gl.constexpr = decode_asm(FIRST, SLICES, t.HALF)
     constraints: gl.constexpr = decode_constraints(SLICES)
@@ -97,7 +97,7 @@ def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
 
 @gluon.jit
 def read_scales(slot, row, TILE: gl.constexpr, t, smem):
-    """The scale words of both blocks of a tile, for rows r and r + 8."""
+    """Read the scale words of both blocks of a tile, for rows r and r + 8."""
     a, b = read_scale_words(slot, row, TILE, t, smem)
     return two_by_two(a, b)
 
@@ -111,7 +111,7 @@ def fill(memory, codebook, t, smem):
 
 @dataclass(frozen=True)
 class IQ2XXSDecoder(Decoder):
-    """IQ2_XXS; its table is the codebook, seen as int32."""
+    """The decoder of IQ2_XXS; its table is the codebook, seen as int32."""
 
     name = "iq2_xxs"
     word_rows = 4

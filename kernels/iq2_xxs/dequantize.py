@@ -40,7 +40,7 @@ def _dequantize_kernel(words, scales, factor, codebook, out, N, K, HALF: tl.cons
 def dequantize(
     words: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, n: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [n, K] in `dtype`, which its scales are in; codebook: [256, 8] in any float dtype."""
+    """Return the weight [n, K] in `dtype`, its scales' dtype; codebook: [256, 8] in any float dtype."""
     k = words.shape[1] * TILE
     out = torch.empty(n, k, dtype=dtype, device=words.device)
     _dequantize_kernel[words.shape[:2]](

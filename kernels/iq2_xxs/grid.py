@@ -1,7 +1,7 @@
 """IQ2_XXS's codebook: 256 vectors of 8 magnitudes from {8, 25, 43}, as llama.cpp defined them.
 
-The format's table (ggml's `iq2xxs_grid`, MIT licence); a test compares it with the `gguf` package's. Signs
-are not in it: seven are stored and the eighth makes the number of minus signs even.
+The table is the format's (ggml's `iq2xxs_grid`, MIT licence); a test compares it with the `gguf` package's.
+Signs are stored elsewhere: seven are stored and the eighth makes the number of minus signs even.
 """
 
 import functools
@@ -35,8 +35,8 @@ GRID = bytes.fromhex(
 
 @functools.cache
 def grid(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The codebook [256, 8] in `dtype`, copied to `device` once: a CUDA graph can hold no copy from the
-    host."""
+    """Return the codebook [256, 8] in `dtype`, copied to `device` once: a CUDA graph can hold no copy from
+    the host."""
     packed = torch.frombuffer(bytearray(GRID), dtype=torch.uint8).view(ENTRIES, 2, 1)
     levels = (packed >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
     return torch.tensor(MAGNITUDES, dtype=dtype)[levels.view(ENTRIES, LENGTH).long()].to(device)
@@ -44,7 +44,7 @@ def grid(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @functools.cache
 def signs(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The eight signs, 1 or -1 [128, 8], of each pattern of seven stored ones."""
+    """Return the eight signs, 1 or -1 [128, 8], of each pattern of seven stored signs."""
     patterns = torch.arange(SIGN_PATTERNS).unsqueeze(1) >> torch.arange(LENGTH - 1) & 1
     negative = torch.cat((patterns, patterns.sum(1, keepdim=True) & 1), dim=1)
     return (1 - 2 * negative).to(device, dtype)

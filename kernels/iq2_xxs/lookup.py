@@ -3,8 +3,8 @@
 The codebook lies at the start of shared memory, at `global_smem` (a test looks), 128 bytes an entry: its
 eight numbers in 16 bits, 16 bytes, eight times. Lane i reads copy i % 8, so the eight lanes that a 16-byte
 load serves at once never conflict in a bank. An address is one LOP3 of the index, at its place in the word,
-and the offset of the lane's copy. Plain text for the decoder of wgmma's operand and for the product of one
-row; `packing.py` describes the bits.
+and the offset of the lane's copy. The file holds plain text for the decoder of wgmma's operand and for the
+product of one row; `packing.py` describes the bits.
 """
 
 from ..triton_imports import gl, gluon
@@ -18,7 +18,7 @@ DECLARATIONS = ".reg .b32 a, s, base;", "mov.u32 base, global_smem;"
 
 @gluon.constexpr_function
 def load_lines(outs, word, below, copy, offset):
-    """The numbers of one vector, without signs: `outs` are four registers, or two at `offset` bytes.
+    """Return the numbers of one vector, without signs: `outs` are four registers, or two at `offset` bytes.
 
     below: 1 for the vector of row r + 8, else 0;  copy: 16 times the lane's copy
     """
@@ -30,7 +30,7 @@ def load_lines(outs, word, below, copy, offset):
 
 @gluon.constexpr_function
 def sign_lines(out, word, below, pair):
-    """The signs of a pair of weights put on it; the register s is lost."""
+    """Put the signs of a pair of weights on the pair; the register s is lost."""
     shift = 15 - SIGN_BITS[4 * below + pair]
     lines = [f"shl.b32 s, {word}, {shift};"] if shift else []
     return [*lines, f"lop3.b32 {out}, {'s' if shift else word}, 0x80008000, {out}, 0x6A;"]

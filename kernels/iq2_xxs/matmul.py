@@ -1,7 +1,7 @@
 """Chooses the kernel and the tile for an IQ2_XXS weight, by M, N and K; host side.
 
-One row of x has its own kernel; more rows use the stream-K kernel that all formats share. How the tiles were
-chosen: `tests/bench/results/kernels/iq2_xxs_log.md`.
+One row of x has its own kernel; more rows use the stream-K kernel that all formats share. The file
+`tests/bench/results/kernels/iq2_xxs_log.md` tells how the tiles were chosen.
 """
 
 from functools import lru_cache
@@ -37,14 +37,16 @@ def one_row_tile(n: int) -> one_row.Tile:
 
 @lru_cache(maxsize=4096)
 def config_for(m: int, n: int, k: int) -> Config:
-    """The tile and the split for y [m, n] over k; m is at most that of TILE_128."""
+    """Return the tile and the split for y [m, n] over k; m is at most that of TILE_128."""
     if m <= max(BUCKETS):
         return bucket_config(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
     return large_m_config(TILE_128, m, n, k)
 
 
 def matmul(x: Tensor, operand: PackedOperand, n: int) -> Tensor:
-    """y [M, n] = x [M, K] @ w.T; x in the decoder's bf16 or fp16, contiguous, aligned to 16 bytes."""
+    """Return y [M, n] = x [M, K] @ w.T; x is in the decoder's bf16 or fp16, contiguous, aligned to 16
+    bytes.
+    """
     m, k = x.shape
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 1:

@@ -7,7 +7,7 @@ blocks of 32 columns of a super-block: column c is x in block c and zero elsewhe
 separate until the super-block ends, and is then scaled in a lane that has its scale.
 
 A warp handles some strips and every n-th super-block of 256 columns of K; a CTA's warps add their sums at the
-end of a tile, CTAs that share a tile write theirs to memory, and the last one adds them in order. CTAs stay
+end of a tile, CTAs that share a tile write sums to memory, and the last CTA adds these in order. CTAs stay
 for several tiles, so the codebook is copied to shared memory once. The data of a super-block is requested one
 or two super-blocks before it is decoded. For more rows of x the stream-K kernel of `hopper/` is faster.
 """
@@ -34,7 +34,7 @@ MAX_SPLITS = 8
 
 @gluon.constexpr_function
 def load_asm(results, offsets):
-    """`results` words of each thread from `$address0`, eight bytes at each of the offsets, or zeros."""
+    """Load `results` words of each thread from `$address0`, eight bytes at each of the offsets, or zeros."""
     names = [f"$word{i}" for i in range(results)]
     each = results // len(offsets)
     lines = [".reg .pred p;", "setp.ne.b32 p, $wanted0, 0;", *(f"mov.b32 {name}, 0;" for name in names)]
@@ -46,7 +46,7 @@ def load_asm(results, offsets):
 
 @gluon.jit
 def load_words(address, wanted):
-    """A lane's words of the four tiles of a super-block: those of tiles 0 and 1, those of tiles 2 and 3."""
+    """Load a lane's words of a super-block's four tiles: words of tiles 0 and 1, words of tiles 2 and 3."""
     asm: gl.constexpr = load_asm(8, (0, 1024, 2048, 3072))
     return gl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [address, wanted],
@@ -66,7 +66,7 @@ def load_scales_asm():
 
 @gluon.jit
 def load_scales(address, wanted):
-    """The scales of a lane's own two blocks, twice."""
+    """Load the scales of a lane's own two blocks, twice."""
     return gl.inline_asm_elementwise(
         load_scales_asm(), "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [address, wanted],
         dtype=gl.int32, is_pure=False, pack=4,
@@ -75,7 +75,7 @@ def load_scales(address, wanted):
 
 @gluon.jit
 def load_x(address, wanted):
-    """Eight numbers of x, those of a lane's own vector and column."""
+    """Load eight numbers of x, those of a lane's own vector and column."""
     asm: gl.constexpr = load_asm(4, (0,))
     return gl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [address, wanted], dtype=gl.int32, is_pure=False, pack=4
@@ -84,7 +84,7 @@ def load_x(address, wanted):
 
 @gluon.constexpr_function
 def decode_asm(which):
-    """The A operands of one block: pairs 0 and 1 of both rows, and pairs 2 and 3."""
+    """Return the A operands of one block: pairs 0 and 1 of both rows, and pairs 2 and 3."""
     lines = list(DECLARATIONS)
     for row in (0, 1):
         outs = [f"${half}{row + k}" for half in ("first", "second") for k in (0, 2)]
@@ -115,7 +115,7 @@ def multiply_asm(half, second):
 
 @gluon.jit
 def multiply(weights, x, before, SECOND: gl.constexpr, HALF: gl.constexpr):
-    """`before` plus half a block's product: 16 rows of the weight, 8 columns."""
+    """Add half a block's product to `before`: 16 rows of the weight, 8 columns."""
     asm: gl.constexpr = multiply_asm(HALF, SECOND)
     return gl.inline_asm_elementwise(
         asm, "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f", [weights, x, before],
@@ -140,7 +140,7 @@ def add_scaled_asm(half):
 
 @gluon.jit
 def add_scaled(before, first, second, scales, HALF: gl.constexpr):
-    """`before` plus both halves' sums times the scales of a lane's own blocks."""
+    """Add both halves' sums times the scales of a lane's own blocks to `before`."""
     return gl.inline_asm_elementwise(
         add_scaled_asm(HALF), "=&f,=&f,=&f,=&f," + "f," * 8 + "r,r,r,r,f,f,f,f",
         [first, second, scales, before], dtype=gl.float32, is_pure=False, pack=4,
@@ -157,7 +157,7 @@ def copies_of(value, COUNT: gl.constexpr):
 
 @gluon.jit
 def sum_warps(total, WN: gl.constexpr, WK: gl.constexpr):
-    """A strip of every warp along N, added up over the warps along K and the columns: fp32 [1, WN * 16]."""
+    """Return a strip of every warp along N, added up over warps along K and columns: fp32 [1, WN * 16]."""
     parts = gl.reshape(total, [WN, WK, 8, 4, 2, 2])  # warps; lanes g, t; upper rows; odd columns
     sums = gl.permute(gl.sum(gl.sum(gl.sum(parts, 5), 3), 1), [0, 2, 1])
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WN * WK, 1], [1, 0])
@@ -166,7 +166,7 @@ def sum_warps(total, WN: gl.constexpr, WK: gl.constexpr):
 
 @gluon.jit
 def rows_of(first_row, N, WN: gl.constexpr, WK: gl.constexpr):
-    """The places in y of the result of `sum_warps`, and which of them exist."""
+    """Return the places in y of the result of `sum_warps`, and which of them exist."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WN * WK, 1], [1, 0])
     row = first_row + gl.arange(0, WN * 16, gl.SliceLayout(0, layout))[None, :]
     return row, row < N
@@ -177,7 +177,7 @@ def load_next(
     queue, unit, step, steps, units, operands, lane, warp_n, warp_k, N, K, STRIPS: gl.constexpr,
     WN: gl.constexpr, WK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """`queue` with a warp's loads of a step of a unit: words and scales of its strips, then x; the next step.
+    """Add a warp's loads of a step of a unit to `queue`: strips' words and scales, then x; return the next.
 
     operands, lane: addresses of x, words and scales, and byte offsets of a lane behind them
     """
@@ -204,7 +204,7 @@ def iq2_xxs_one_row_kernel(
     STRIPS: gl.constexpr, WN: gl.constexpr, WK: gl.constexpr, SPLITS: gl.constexpr, AHEAD: gl.constexpr,
     HALF: gl.constexpr,
 ):  # fmt: skip
-    """partials: fp32 [SPLITS, N]; semaphores: zeros, one a tile. A unit: a tile's K, or a part of it."""
+    """partials: fp32 [SPLITS, N]; semaphores: zeros, one a tile. A unit is a tile's K, or a part of it."""
     LOADS: gl.constexpr = 3 * STRIPS + 1
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WN * WK, 1], [1, 0])
     gdc_launch_dependents()
@@ -287,7 +287,7 @@ def iq2_xxs_one_row_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """How a launch is cut.
+    """The way a launch is cut.
 
     strips          of 16 rows of the weight, of each warp
     warps_n, warps_k, ctas_per_sm
@@ -302,11 +302,11 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """The number of the weight's rows in a CTA's tile."""
+        """Return the number of the weight's rows in a CTA's tile."""
         return STRIP * self.strips * self.warps_n
 
     def splits(self, n: int, k: int) -> int:
-        """CTAs that share a tile along K: as many as run at once and have work for every warp."""
+        """Return the CTAs that share a tile along K: as many as run at once and have work for every warp."""
         tiles = triton.cdiv(n, self.rows)
         room = min(NUM_SMS * self.ctas_per_sm // tiles, k // SUPER_BLOCK // self.warps_k, MAX_SPLITS)
         return 1 << max(0, room.bit_length() - 1)
@@ -324,7 +324,7 @@ class Tile:
 
 
 def launch(x: Tensor, weight: PackedOperand, y: Tensor, tile: Tile) -> None:
-    """x [1, K] @ w.T into y [1, N]."""
+    """Write x [1, K] @ w.T into y [1, N]."""
     k, n = x.shape[1], y.shape[1]
     splits = tile.splits(n, k)
     units = triton.cdiv(n, tile.rows) * splits

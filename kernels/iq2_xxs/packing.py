@@ -1,4 +1,4 @@
-"""The bytes of an IQ2_XXS weight in the order of wgmma's register operand, for our kernels; and back.
+"""The bytes of an IQ2_XXS weight in the order of wgmma's register operand, and back, for our kernels.
 
 A weight [N, K], N padded to 64, is tiles of 64 rows and 64 columns, along K first:
 
@@ -7,13 +7,13 @@ A weight [N, K], N padded to 64, is tiles of 64 rows and 64 columns, along K fir
     factor  fp32 [1]                  the largest block scale; the kernels multiply y by it
 
 One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t vector t, eight weights, of both blocks
-j of rows r and r+8. So nothing changes lanes if x's columns are in the order of `hopper/reorder_x.py`:
+j of rows r and r+8. So no value changes lanes if x's columns are in the order of `hopper/reorder_x.py`:
 
     word index    w . r . t . j        scale index    w . r . j
     bits          2   3   2   1        bits           2   3   1
 
-A word is a vector of row r, "a", and the same one of row r + 8, "b". Bit by bit from the lowest of each half,
-with 0 and 1 for the weights of a pair, a and b for the signs of four pairs each:
+A word is a vector of row r, "a", and the same vector of row r + 8, "b". A word has these bits from the lowest
+of each half, with 0 and 1 for the weights of a pair, a and b for the signs of four pairs each:
 
     low half    a1 a2 a3 b0 b1 b2 b3, weight 0 of each      eight bits: index of a      a0, weight 0
     high half   a1 a2 a3 b0 b1 b2 b3, weight 1 of each      eight bits: index of b      a0, weight 1
@@ -21,8 +21,8 @@ with 0 and 1 for the weights of a pair, a and b for the signs of four pairs each
 The weights of a pair have their signs 16 bits apart, so one shift moves both to the sign bits of a pair of
 bf16; an index is stored shifted by 7 bits because an entry of the codebook takes 128 bytes of shared memory.
 All eight signs are stored, though the format has only seven: computing the eighth costs more than reading it.
-A scale word: low half row r, high half row r + 8. The scale is `d (0.5 + s) / 4 / factor`, rounded to the
-activations' type. 2.5 bits a weight, where the format has 2.0625.
+A scale word has row r in its low half and row r + 8 in its high half. The scale is `d (0.5 + s) / 4 /
+factor`, rounded to the activations' type. A weight takes 2.5 bits, and 2.0625 bits in the format.
 """
 
 import torch
@@ -49,14 +49,16 @@ def pack_words(indices: Tensor, patterns: Tensor) -> Tensor:
 
 
 def pack_scales(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales of blocks fp32 [N, K/32] to scale words, of bf16 or fp16, and the factor."""
+    """Turn scales of blocks fp32 [N, K/32] into scale words, of bf16 or fp16, and the factor."""
     factor = scales.amax().clamp(min=1e-30).view(1)
     parts = _tiled((scales / factor).to(dtype).unsqueeze(-1)).squeeze(4)  # tile, tile, w, r, j, u
     return parts.contiguous().view(torch.int32).flatten(2), factor
 
 
 def unpack(words: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices [N, K/32, 4], patterns of all eight signs, and scales fp32 [N, K/32] before the factor."""
+    """Return indices [N, K/32, 4], patterns of all eight signs, and scales fp32 [N, K/32] before the
+    factor.
+    """
     words = words.unflatten(2, (4, 8, 4, 2)).unsqueeze(-1)  # tile, tile, w, r, t, j, u
     below = torch.arange(2, device=words.device)
     indices = words >> (INDEX_SHIFT + 16 * below) & 0xFF
@@ -69,7 +71,7 @@ def unpack(words: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def _tiled(values: Tensor) -> Tensor:
-    """[N, K/32, t] to [tile, tile, w, r, t, j, u], N padded with zeros."""
+    """Arrange [N, K/32, t] as [tile, tile, w, r, t, j, u], N padded with zeros."""
     rows = -values.shape[0] % TILE
     if rows:
         values = torch.cat((values, values.new_zeros(rows, *values.shape[1:])))
@@ -78,6 +80,6 @@ def _tiled(values: Tensor) -> Tensor:
 
 
 def _rows(parts: Tensor) -> Tensor:
-    """Inverse of `_tiled`, except for the padding."""
+    """Invert `_tiled`, except for the padding."""
     rows = parts.permute(0, 2, 6, 3, 1, 5, 4)
     return rows.reshape(rows.shape[:4].numel(), -1, rows.shape[-1])

@@ -2,9 +2,9 @@
 
     out[r, d] = weight[d] * round(x[r, d] / sqrt(mean(x[r] ** 2) + eps))
 
-in fp32 but for both products' results, which are rounded to the dtype, as in transformers. Sums have one
-order, so a row's bits do not depend on other rows. Not for CUDA, where norms are compiled together with
-neighbouring operations.
+The arithmetic is in fp32 but for both products' results, which are rounded to the dtype, as in transformers.
+Sums have one order, so a row's bits do not depend on other rows. On CUDA, norms are compiled together with
+neighbouring operations instead.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ def serves(dtype: torch.dtype, dim: int) -> bool:
 
 @functools.cache
 def rms_norm(dtype: torch.dtype) -> Kernel:
-    """`rms_norm` compiled for one dtype; it is kept on disk. Any other arguments are an error."""
+    """Return `rms_norm` compiled for one dtype; the compiled code is kept on disk. Arguments of other types
+    are an error.
+    """
     numbers = types.Array(NUMBERS[dtype], 1, "C")
     compiled = njit(nogil=True, error_model="numpy")(_rms_norm(_sources()))
     # Raised where no folder can be written to.
@@ -45,8 +47,8 @@ def rms_norm(dtype: torch.dtype) -> Kernel:
 
 
 def _rms_norm(sources: str) -> Kernel:
-    """sources: a digest of all source code that is compiled into it, since numba's cache looks at this file
-    alone.
+    """sources: a digest of all source code that is compiled into the kernel, since numba's cache looks at
+    this file alone.
     """
 
     def rms_norm(x: Any, weight: Any, out: Any, eps: float) -> None:

@@ -1,14 +1,14 @@
 """NVFP4 to wgmma's register operand on Hopper: the decoder of the stream-K and the batch-invariant kernel.
 
-`packing.py` describes the bytes, and has the reference. For two weights, always of one row and group:
+`packing.py` describes the bytes, and has the reference. Two weights, always of one row and group, take
 
     rotate, and   two bf16 numbers, code times 2^-126, in the register where wgmma wants them
     mul           times one half of a register that holds the scales of rows r and r + 8, times 2^119
 
-Every product is exact. For activations in bf16 only: no such interleaving is that short for fp16.
+Every product is exact. Activations must be bf16: no such interleaving is that short for fp16.
 
-Instructions per weight (SASS): 1.9 for decoding, 0.25 of them for scales; all of the main loop 2.8 up to 32
-rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.
+Instructions per weight (SASS) are 1.9 for decoding, 0.25 of them for scales, and 2.8 for all of the main loop
+up to 32 rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 @gluon.constexpr_function
 def decode_asm(first_slice, slices):
-    """PTX that turns the words of two rows, r and r+8, into their operand registers of `slices` slices.
+    """Return PTX that turns the words of two rows, r and r+8, into operand registers of `slices` slices.
 
     Operands, with row 0 for r and row 1 for r+8:
         out{slice}_row{row}       two weights
@@ -62,20 +62,20 @@ def slice_types(slices):
 
 @gluon.constexpr_function
 def scale_asm(second):
-    """PTX that makes the two scales of a slice, of rows r and r+8, from a word of them."""
+    """Return PTX that makes the two scales of a slice, of rows r and r+8, from a word of scales."""
     return ptx("scales word", ".reg .b32 t;", *scale_lines("$scales", "$word", second))
 
 
 @gluon.jit
 def slice_scales(scales, SLICE: gl.constexpr):
-    """For a slice, the scales of rows r and r + 8, times 2^119, in one register."""
+    """Return a slice's scales of rows r and r + 8, times 2^119, in one register."""
     asm: gl.constexpr = scale_asm(SLICE % 2)
     return gl.inline_asm_elementwise(asm, "=r,r", [scales[SLICE // 2]], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
-    """Slices of a tile, as `Decoder` requires them."""
+    """Decode slices of a tile, as `Decoder` requires."""
     inputs = (words,)
     for i in gl.static_range(SLICES):
         inputs = inputs + (slice_scales(scales, FIRST + i),)  # type: ignore[assignment]  # noqa: RUF005
@@ -87,20 +87,20 @@ def decode(words, scales, FIRST: gl.constexpr, SLICES: gl.constexpr, t):
 
 @gluon.jit
 def lane_offsets(warp, r, quad, t):
-    """Byte offsets in a stage of a lane's words of a tile, and of the two words of scales of its rows."""
+    """Return byte offsets in a stage of a lane's words of a tile, and of its rows' two words of scales."""
     return words_offset(warp, r, quad, t), scale_offset(warp, r, quad, t)
 
 
 @gluon.jit
 def read_scales(slot, row, TILE: gl.constexpr, t, smem):
-    """The two words of scales of the lane's rows, [row / 16, r, t, v, u] each: one register."""
+    """Read the two words of scales of the lane's rows, [row / 16, r, t, v, u] each: one register."""
     a, b = read_scale_words(slot, row, TILE, t, smem)
     return gl.join(gl.join(a, a), gl.join(a, a)), gl.join(gl.join(b, b), gl.join(b, b))
 
 
 @gluon.jit
 def load_scales(scale_smem, TILE: gl.constexpr, t):
-    """`read_scales` for the batch-invariant kernel; BN=128 only of stages of one tile."""
+    """Read scales as `read_scales` does, for the batch-invariant kernel; with BN=128, a stage is one tile."""
     spread: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words_register_layout(t.BN)))
     tiles: gl.constexpr = [scale_smem.shape[0] * scale_smem.shape[1] * 64 // t.BN, t.BN // 16, 8, 2]
     both = reinterpret(scale_smem, gl.int32, tiles, PLAIN_3D).index(TILE).load(spread)
@@ -110,14 +110,14 @@ def load_scales(scale_smem, TILE: gl.constexpr, t):
 
 @gluon.jit
 def spread_over_tile(word, SPREAD: gl.constexpr):
-    """[row / 16, r] as [row / 16, r, 1, 1, 1], which is broadcast over t, v and u."""
+    """Reshape [row / 16, r] to [row / 16, r, 1, 1, 1], which is broadcast over t, v and u."""
     word = gl.convert_layout(word, gl.SliceLayout(2, SPREAD), assert_trivial=True)
     return gl.expand_dims(gl.expand_dims(gl.expand_dims(word, 2), 2), 3)
 
 
 @dataclass(frozen=True)
 class NVFP4Decoder(Decoder):
-    """NVFP4; its global scale is in `PackedOperand.factor`."""
+    """The decoder of NVFP4; its global scale is in `PackedOperand.factor`."""
 
     name = "nvfp4"
     word_rows = nibbles.WORD_ROWS

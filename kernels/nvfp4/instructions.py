@@ -1,6 +1,6 @@
 """The PTX that makes bf16 of NVFP4's codes and scales, for the decoders of dense weights and of experts.
 
-The bits are those of `packing.py`. Plain text: which operands these are, and multiplying, is the decoders'.
+The bits are those of `packing.py`. The file holds plain text: decoders choose the operands and multiply.
 """
 
 from ..triton_imports import gluon
@@ -9,13 +9,13 @@ from . import packing
 
 @gluon.constexpr_function
 def both_halves(*bits):
-    """A mask with these bits in each half."""
+    """Return a mask with these bits in each half."""
     return hex(sum(1 << bit for bit in bits) * 0x00010001)
 
 
 @gluon.constexpr_function
 def rotate(target, source, by):
-    """Rotates left, by a shift if no significant bit wraps around."""
+    """Rotate left, by a shift if no significant bit wraps around."""
     if by < 8:
         return f"shl.b32 {target}, {source}, {by};"
     return f"shf.l.wrap.b32 {target}, {source}, {source}, {by};"
@@ -23,7 +23,7 @@ def rotate(target, source, by):
 
 @gluon.constexpr_function
 def code_lines(out, word, slice_):
-    """Two codes of a word, times 2^-126; the register t is lost."""
+    """Extract two codes of a word, times 2^-126; the register t is lost."""
     if slice_ == packing.STRAY:
         return [
             f"shr.u32 t, {word}, {packing.STRAY_SHIFT};",
@@ -36,7 +36,7 @@ def code_lines(out, word, slice_):
 
 @gluon.constexpr_function
 def scale_lines(out, word, second):
-    """Two scales of a word, times 2^119; the register t is lost."""
+    """Extract two scales of a word, times 2^119; the register t is lost."""
     mask = both_halves(*range(packing.SCALE_BIT, packing.SCALE_BIT + 8))
     turned = rotate("t", word, packing.SCALE_SHIFT) if second else f"mov.b32 t, {word};"
     return [turned, f"lop3.b32 {out}, t, {mask}, {both_halves(12, 13, 14)}, 0xEA;"]

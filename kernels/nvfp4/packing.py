@@ -15,7 +15,7 @@ One tile. Warp w of four handles rows 16w .. 16w+15, and its lane 4r + t handles
 and a word holds eight codes, s e1 e0 m: for each slice j columns 8v + 2t and 8v + 2t + 1. bf16 has its sign
 in bit 15, its exponent's last bits in 8 and 7 and its mantissa's first in 6: with a code's bits there the
 number is the code's value times 2^-126, subnormal where that is 0.5. The bits lie so that for three of the
-slices one rotation and one mask put them there, and for the last one more `or`:
+slices one rotation and one mask put them there, and for the fourth slice one more `or`:
 
     slice   rotated left by   mask of a half
       0            2            0x81C0
@@ -25,13 +25,14 @@ slices one rotation and one mask put them there, and for the last one more `or`:
 
 A scale is recoded so that it, too, is a mask away from bf16: a byte of five bits of exponent, + 22, and three
 of mantissa, in bits 11 to 4 of a half under 0x7000 is the scale times 2^119 (2^126 of its own would not fit:
-E4M3 reaches 448). Two words for each row r of each warp, [w, r, 2]:
+E4M3 reaches 448). Each row r of each warp has two words of scales, [w, r, 2]:
 
     word 0: slice 0; rotated left by 8, slice 1        low half: row r
     word 1: slice 2; rotated left by 8, slice 3        high half: row r + 8
 
-E4M3's own subnormals become normal in this; a negative scale gives its sign to the codes, a zero its zero.
-So bf16(code) * bf16(scale) = code * scale / 128, exact: at most six bits of mantissa. 4.5 bits a weight.
+E4M3's own subnormals become normal in this code; a negative scale gives its sign to the codes, a zero its
+zero. So bf16(code) * bf16(scale) = code * scale / 128, exact: at most six bits of mantissa. A weight takes
+4.5 bits.
 """
 
 import torch
@@ -58,7 +59,7 @@ FACTOR = 128.0
 
 
 def bit_position(slice_: int, half: int, bit: int) -> int:
-    """The place in a word of bits 3 .. 0 of a code."""
+    """Return the place in a word of bits 3 .. 0 of a code."""
     target = 16 * half + CODE_BITS[3 - bit]
     if slice_ == STRAY and bit == 0:
         return target + STRAY_SHIFT
@@ -66,12 +67,12 @@ def bit_position(slice_: int, half: int, bit: int) -> int:
 
 
 def scale_position(second: int, below: int, bit: int) -> int:
-    """The place in a word of scales of bits 7 .. 0 of a recoded scale, of row r or r + 8."""
+    """Return the place in a word of scales of bits 7 .. 0 of a recoded scale, of row r or r + 8."""
     return (16 * below + SCALE_BIT + bit - SCALE_SHIFT * second) % 32
 
 
 def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [N, K] of 0..15 and their scales float8_e4m3fn [N, K/16] to words and scales."""
+    """Pack codes uint8 [N, K] of 0..15 and scales float8_e4m3fn [N, K/16] into words and scales."""
     n, k = codes.shape
     tiles_n, tiles_k = -(-n // TILE), -(-k // TILE)
     codes, recoded = recode(codes, scale)
@@ -85,7 +86,7 @@ def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recode(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes with the signs and zeros of their scales, and the scales as bytes, int32 [N, K/16]."""
+    """Return codes with the signs and zeros of their scales, and the scales as bytes, int32 [N, K/16]."""
     bits = scale.float().view(torch.int32)
     groups = codes.view(*scale.shape, GROUP) ^ ((bits >> 28) & 8).to(torch.uint8)[..., None]
     groups = groups.masked_fill((scale.float() == 0)[..., None], 0)
@@ -94,7 +95,7 @@ def recode(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words_of_codes(codes: Tensor) -> Tensor:
-    """Codes uint8 [..., slice 4, half 2] to words int32 [...]."""
+    """Pack codes uint8 [..., slice 4, half 2] into words int32 [...]."""
     words = torch.zeros(codes.shape[:-2], dtype=torch.int32, device=codes.device)
     for slice_ in range(4):
         for half in range(2):
@@ -105,7 +106,7 @@ def words_of_codes(codes: Tensor) -> Tensor:
 
 
 def words_of_scales(recoded: Tensor) -> Tensor:
-    """Bytes int32 [..., second 2, below 2] to words int32 [...]."""
+    """Pack bytes int32 [..., second 2, below 2] into words int32 [...]."""
     words = torch.zeros(recoded.shape[:-2], dtype=torch.int32, device=recoded.device)
     for second in range(2):
         for below in range(2):
@@ -115,8 +116,8 @@ def words_of_scales(recoded: Tensor) -> Tensor:
 
 
 def reference_weight(words: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that the kernel multiplies by, bf16 [N, K] in whole tiles: the weight over `FACTOR` and
-    global.
+    """Return the numbers that the kernel multiplies by, bf16 [N, K] in whole tiles: the weight over `FACTOR`
+    and global.
     """
     tiles_n, tiles_k, _ = words.shape
     parts = codes_of_words(words).view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4, 2)  # ..., w, r, t, v, u, j, h
@@ -127,7 +128,7 @@ def reference_weight(words: Tensor, scales: Tensor) -> Tensor:
 
 
 def codes_of_words(words: Tensor) -> Tensor:
-    """Words int32 [...] to their codes as bf16 numbers, times 2^-126, [..., slice 4, half 2]."""
+    """Unpack words int32 [...] to their codes as bf16 numbers, times 2^-126, [..., slice 4, half 2]."""
     codes = torch.zeros((*words.shape, 4, 2), dtype=torch.int32, device=words.device)
     for slice_ in range(4):
         for half in range(2):
@@ -138,7 +139,7 @@ def codes_of_words(words: Tensor) -> Tensor:
 
 
 def scales_of_words(words: Tensor) -> Tensor:
-    """Words int32 [...] to their scales as bf16 numbers, times 2^119, [..., second 2, below 2]."""
+    """Unpack words int32 [...] to their scales as bf16 numbers, times 2^119, [..., second 2, below 2]."""
     scales = torch.full((*words.shape, 2, 2), 0x7000, dtype=torch.int32, device=words.device)
     for second in range(2):
         for below in range(2):

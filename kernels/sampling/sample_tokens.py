@@ -1,6 +1,6 @@
 """Token sampling (temperature, top-k, top-p, min-p) with settings of each row's own; Triton, for CUDA graphs.
 
-The function of the engine's `sampling/sampler.py`, which uses torch on a CPU, in one launch for any settings.
+It draws as the engine's `sampling/sampler.py`, which uses torch on a CPU, in one launch for any settings.
 Settings are read from the memory of each request, so a captured graph draws for any mixture of settings.
 
     logits       [B, V]         bf16, fp16 or fp32
@@ -10,14 +10,14 @@ Settings are read from the memory of each request, so a captured graph draws for
     integers     int64 [R, 2]   seed, top_k (0 keeps all)
     out          int64 [B]
 
-One program handles a row. Greedy: the first of the greatest logits, one pass. Otherwise one uniform number
-from seed and position is looked up in the cumulative distribution, two passes more. A bound for top_k or
-top_p is a distance from the greatest logit, counted in numbers of the logits' dtype, equals staying together.
-A pass tries three, which settles two bits of it; as most bounds are near, one pass sees whether the upper
-bits are zero. Six passes for bf16, or nine; fewer for top_p within top_k. Passes after the first one read a
-row of 152k bf16 logits from L2.
+One program handles a row. A greedy row takes the first of the greatest logits, in one pass. Otherwise one
+uniform number from seed and position is looked up in the cumulative distribution, in two passes more. A bound
+for top_k or top_p is a distance from the greatest logit, counted in numbers of the logits' dtype, equals
+staying together. A pass tries three bounds, which settles two bits; as most bounds are near, one pass sees
+whether the upper bits are zero. A bound takes six passes for bf16, or nine if its upper bits are not zero;
+top_p within top_k takes fewer. Passes after the first one read a row of 152k bf16 logits from L2.
 
-Bytes: 2 * B * V of bf16 logits, once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
+It reads 2 * B * V bytes of bf16 logits once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
 """
 
 import torch
@@ -32,40 +32,40 @@ BLOCK = 16384
 
 @triton.jit
 def _key(logits):
-    """fp32 to int32 in the same order."""
+    """Map fp32 to int32 in the same order."""
     bits = logits.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _block(logits_ptr, start, vocab, BLOCK: tl.constexpr):
-    """fp32 [BLOCK], -inf past the end."""
+    """Load fp32 [BLOCK], -inf past the end."""
     at = start + tl.arange(0, BLOCK)
     return tl.load(logits_ptr + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _below(logits, greatest, SHIFT: tl.constexpr):
-    """uint32: how many numbers of the logits' dtype they lie below the greatest; it has 32 - SHIFT bits."""
+    """Count in uint32 how many numbers of their dtype logits lie below the greatest; 32 - SHIFT bits."""
     return ((_key(greatest) >> SHIFT) - (_key(logits) >> SHIFT)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _weights(logits, below, greatest, scale, lowest, bound):
-    """exp((logit - greatest) / temperature) of the tokens that are kept, 0 of the others."""
+    """Return exp((logit - greatest) / temperature) of the tokens that are kept, 0 for other tokens."""
     power = (logits - greatest) * scale
     return tl.where((power >= lowest) & (below <= bound), tl.exp2(power), 0.0)
 
 
 @triton.jit
 def _eighths(values, BLOCK: tl.constexpr):
-    """[BLOCK / 8]: sums of eight neighbours, which a thread has anyway."""
+    """Return [BLOCK / 8]: sums of eight neighbours, which a thread has anyway."""
     return tl.sum(tl.reshape(values, [BLOCK // 8, 8]), axis=1)
 
 
 @triton.jit
 def _uniform(seed, position):
-    """Uniform in [0, 1): splitmix64 of seed and position."""
+    """Return a uniform number in [0, 1): splitmix64 of seed and position."""
     state = seed + (position + 1) * -0x61C8864680B583EB
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -78,7 +78,7 @@ def _sample(
     logits_ptr, rows_ptr, positions_ptr, numbers_ptr, integers_ptr, out_ptr, logits_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One row; BITS: of the logits' dtype, whose bits are the sort keys."""
+    """Draw for one row; BITS: of the logits' dtype, whose bits are the sort keys."""
     SHIFT: tl.constexpr = 32 - BITS
     out_ptr += tl.program_id(0)
     logits_ptr += tl.program_id(0).to(tl.int64) * logits_stride
@@ -199,7 +199,7 @@ def _sample(
 def sample_tokens(
     logits: Tensor, rows: Tensor, positions: Tensor, numbers: Tensor, integers: Tensor
 ) -> Tensor:
-    """Tokens int64 [B]; arguments as in the file's docstring. Compiles once for a vocabulary and a dtype."""
+    """Return tokens int64 [B]; arguments are described above. One vocabulary and dtype compile once."""
     batch, vocab = logits.shape
     out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     _sample[(batch,)](

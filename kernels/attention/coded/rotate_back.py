@@ -1,6 +1,6 @@
-"""Prefill attention's results over rotated pages, rotated back; Triton.
+"""Rotates the results of prefill attention over rotated pages back; Triton.
 
-Not for decoding requests: the merge of their splits rotates their results back (`../decode.py`).
+Decoding requests are left out: the merge of their splits rotates their results back (`../decode.py`).
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ def _rotate_back(
     rotated_ptr, out_ptr, lengths_ptr, num_requests,
     HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Rotates back ROWS heads of one token's result, unless the token belongs to a decoding request."""
+    """Rotate back ROWS heads of one token's result, unless the token belongs to a decoding request."""
     token = tl.program_id(0).to(tl.int64)
     if is_decoding(token, lengths_ptr, num_requests):
         return
@@ -27,7 +27,7 @@ def _rotate_back(
 
 
 def rotate_back(rotated: Tensor, lengths: Tensor, out: Tensor, num_decodes: int | None = None) -> None:
-    """Write the prompts' tokens of `rotated`, [T, H, D], rotated back into `out`, of any float dtype.
+    """Rotate the prompts' tokens of `rotated`, [T, H, D], back into `out`, of any float dtype.
 
     num_decodes: number of decoding tokens, which come first; None if the host does not know it
     """

@@ -16,7 +16,7 @@ from ..decode import PROGRAMS_WANTED
 
 @triton.jit
 def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
-    """Four tensors [N, D/4] of rows of D that begin at `at`, int64 [N]; zeros if `mask`, [N], is false.
+    """Load four tensors [N, D/4] of rows of D that begin at `at`, int64 [N]; zeros if `mask`, [N], is false.
 
     Slices of neighbouring channels.
     """
@@ -32,7 +32,7 @@ def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_columns(ptr, at, mask, channel, STEP: tl.constexpr):
-    """Rows as columns, [D/4, N]."""
+    """Load rows as columns, [D/4, N]."""
     where = ptr + at[None, :] + channel[:, None]
     keep = mask[None, :]
     return (
@@ -56,7 +56,7 @@ def store_columns(ptr, at, mask, x0, x1, x2, x3, channel, STEP: tl.constexpr):
 
 @triton.jit
 def capped(scores, softcap, SOFTCAP: tl.constexpr):
-    """tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap."""
+    """Compute tanh(x) = 1 - 2 / (exp(2x) + 1); scores carry a factor log2(e), and so does softcap."""
     if SOFTCAP:
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
     return scores
@@ -64,14 +64,14 @@ def capped(scores, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b in the model's precision; PRECISION comes from `precision_of`."""
+    """Return acc + a b in the model's precision; PRECISION comes from `precision_of`."""
     if PRECISION == "ieee":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 def precision_of(x: Tensor) -> str:
-    """The precision for products of x: interpreters and GPUs before sm_80 multiply bf16 as fp32."""
+    """Return the precision for products of x: interpreters and GPUs before sm_80 multiply bf16 as fp32."""
     if x.dtype == torch.float32:
         return "tf32x3"
     is_wide = x.dtype == torch.bfloat16 and compute_capability(x.device) < (8, 0)
@@ -80,7 +80,7 @@ def precision_of(x: Tensor) -> str:
 
 @triton.jit
 def dot4(k0, k1, k2, k3, q0, q1, q2, q3):
-    """Products [N, M] of keys [N, D/4] with queries [D/4, M], over all four slices."""
+    """Multiply keys [N, D/4] by queries [D/4, M], over all four slices; return products [N, M]."""
     scores = tl.dot(k0, q0)
     scores = tl.dot(k1, q1, scores)
     scores = tl.dot(k2, q2, scores)
@@ -92,7 +92,7 @@ def attend_plain(
     q, acc, largest, total, keys, values, visible, scale_log2, softcap,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attends to one block of uncoded keys and values. Every query must have seen a key.
+    """Attend to one block of uncoded keys and values. Every query must have seen a key.
 
     q, acc, keys, values: four slices, queries and results [D/4, M], keys and values [N, D/4]
     visible: [N, 1 or M]
@@ -120,8 +120,8 @@ def attend_plain(
 
 
 def programs_of_splits(max_splits: int, heads_of_contexts: int) -> int:
-    """Number of programs that share the splits of one head of a context: a power of two, so that each gets
-    the same number.
+    """Return the number of programs that share the splits of one head of a context: a power of two, so that
+    all programs get as many.
 
     With six programs for 64 splits, only a third of a GPU's last round of programs had work.
     """

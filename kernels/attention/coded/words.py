@@ -1,4 +1,4 @@
-"""Codes of four or two bits in int16 words, laid so that a kernel needs one mask for two codes.
+"""Packs codes of four or two bits in int16 words, laid so that a kernel needs one mask for two codes.
 
     words  int16 [..., W]       field f of a word is its bits f * b .. f * b + b, for b bits a code
     codes  [..., F, W]          F = 16 / b fields: word w holds code [f, w] in its field f
@@ -22,21 +22,21 @@ def fields(bits: int) -> int:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """codes uint8 [..., F, W] → int16 [..., W]."""
+    """Pack codes uint8 [..., F, W] into int16 [..., W]."""
     count = codes.shape[-2]
     shifts = torch.arange(count, dtype=torch.int32, device=codes.device) * (WORD_BITS // count)
     return (codes.to(torch.int32) << shifts[:, None]).sum(-2, dtype=torch.int32).to(torch.int16)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """words int16 [..., W] → codes int16 [..., F, W]."""
+    """Unpack words int16 [..., W] to codes int16 [..., F, W]."""
     shifts = torch.arange(fields(bits), dtype=torch.int16, device=words.device) * bits
     return (words.unsqueeze(-2) >> shifts[:, None]).bitwise_and_((1 << bits) - 1)
 
 
 @constexpr_function
 def _masking(field: int, bits: int) -> str:
-    """The same mask serves two words; the upper byte of each is shifted down first, since a mantissa has ten
+    """Return one mask for two words; the upper byte of each is shifted down first, as a mantissa has ten
     bits.
     """
     byte, in_byte = divmod(field * bits, 8)
@@ -46,13 +46,13 @@ def _masking(field: int, bits: int) -> str:
 
 @constexpr_function
 def field_weight(field: int, bits: int) -> int:
-    """By what factor a code counts more if its field is not the lowest of its byte; a power of two."""
+    """Return the factor, a power of two, by which a code not in its byte's lowest field counts more."""
     return 1 << field * bits % 8
 
 
 @triton.jit
 def field_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """fp16 of the shape of int16 `words`: field FIELD's code times 2^-24 * `field_weight`, exactly."""
+    """Return field FIELD's code times 2^-24 * `field_weight`, exactly, as fp16 shaped as int16 `words`."""
     if ASM:
         asm: tl.constexpr = _masking(FIELD, BITS)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)

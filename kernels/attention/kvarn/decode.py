@@ -14,11 +14,11 @@ plain. Coded splits are runs of whole pages and take rotated queries; the merge 
 splits are at most PIECE tokens of a held page. Coded splits are numbered first: they take longest, and a
 program takes every n-th split. Splits follow from the request's context alone.
 
-A program is one warp, or two for heads of 256 channels. It handles one (request, kv head, run of splits) with
-all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
+A program is one warp, or two for heads of 256 channels. A program handles one (request, kv head, run of
+splits) with all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
 
-Bytes for one request of L tokens: L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G), and D * 4 for
-each held token.
+A request of L tokens reads L * H_kv * (D * (4 + value_bits) / 8 + 6 * (D + G) / G) bytes, and D * 4 for each
+held token.
 """
 
 from typing import NamedTuple
@@ -54,8 +54,8 @@ STAGES = 2
 
 @triton.jit
 def _coded_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Pages in a coded split, and the number of splits: one page up to four pages, two up to eight, SPLIT
-    tokens beyond.
+    """Return the pages in a coded split, and the number of splits: one page up to four pages, two up to
+    eight, SPLIT tokens beyond.
     """
     pages = tl.maximum((length - 1) // GROUP_SIZE - 1, 0)
     pages_at_once = tl.where(pages <= 4, 1, tl.where(pages <= 8, 2, max(1, SPLIT // GROUP_SIZE)))
@@ -64,7 +64,7 @@ def _coded_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def kvarn_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """A context's coded splits, and all of them."""
+    """Return the number of a context's coded splits, and of all its splits."""
     _, coded = _coded_splits(length, SPLIT, GROUP_SIZE)
     own_page = tl.maximum(length - 1, 0) // GROUP_SIZE
     own = tl.where(own_page > 0, length - own_page * GROUP_SIZE, 0)
@@ -73,7 +73,7 @@ def kvarn_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 
 def plain_splits(group_size: int) -> int:
-    """The most uncoded splits of a context: the workspace needs room for these too."""
+    """Return the most uncoded splits of a context: the workspace needs room for these too."""
     return 2 * triton.cdiv(group_size, PIECE.value)
 
 
@@ -106,7 +106,7 @@ def _attend_coded(
     q, table_ptr, page, end_page, kv_head,
     words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scale_log2, softcap, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Sums [M] in log2, and the result of whole pages, slices [D/4, M], still rotated."""
+    """Return sums [M] in log2, and the result of whole pages, slices [D/4, M], still rotated."""
     WIDTH: tl.constexpr = FORM.dim // 4
     HEADS: tl.constexpr = q[0].shape[1] // 2
     largest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -134,7 +134,7 @@ def _attend_plain_piece(
     BLOCK: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [M] in log2, and the result, slices [D/4, M], of `count` tokens that lie one after another."""
+    """Return sums [M] in log2, and the result, slices [D/4, M], of `count` tokens that lie side by side."""
     WIDTH: tl.constexpr = DIM // 4
     largest = tl.full([at_head.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([at_head.shape[0]], tl.float32)
@@ -160,7 +160,7 @@ def _attend_splits(
     block_table_ptr, lengths_ptr, rows_ptr, partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of every `num_programs(0)`-th split; of an only one, the result."""
+    """Compute partial softmax sums of every `num_programs(0)`-th split; of an only split, the result."""
     PRECISION: tl.constexpr = FORM.precision
     if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
@@ -232,7 +232,7 @@ def _merge_splits(
     HEADS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_SIZE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A head's result: the coded splits, together rotated back, then the plain ones, in their order."""
+    """Merge a head's result: coded splits, together rotated back, then plain splits, in their order."""
     if PDL:
         # What comes next may fetch its weights meanwhile, and waits itself.
         tl.extra.cuda.gdc_launch_dependents()
@@ -276,7 +276,7 @@ def kvarn_decode(
     options: AttentionOptions,
     out: Tensor,
 ) -> None:
-    """Write `out`; arguments as in the file's docstring.
+    """Write `out`; arguments are as in the file's docstring.
 
     The workspace has `plain_splits` further splits.
     """

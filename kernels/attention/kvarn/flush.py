@@ -3,8 +3,8 @@
 The reference is `quantize_reference` in `reference.py`. A page is due as soon as it has its last token. A
 decoding request's next step first writes that page, in all layers at once (`flush_decoded`): the host reads
 nothing, and a launch ends at once if no page is due. Prefill writes the pages that it fills within the step,
-because later tokens of the prompt read them (`flush_prompts`). Both rotate the same rows with the same
-products, so a page holds the same codes either way.
+because later tokens of the prompt read them (`flush_prompts`). Both functions rotate the same rows with the
+same products, so a page holds the same codes either way.
 
 There are two writers. GPUs of compute capability 8.0 and more (A100, RTX 30 and newer) run the Gluon kernels
 of `flush_pages.py`. Older GPUs (V100, T4, RTX 20) and Triton's interpreter run the Triton kernels below.
@@ -39,21 +39,21 @@ LARGEST_WEIGHT = tl.constexpr(250.0)
 
 @triton.jit
 def _lift(largest):
-    """The power of two that brings a positive number to 32 .. 64: its square is an fp16 number then."""
+    """Return the power of two that brings a positive number to 32 .. 64: its square then fits fp16."""
     exponent = tl.maximum(largest, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
     return (0x7E800000 - exponent).to(tl.float32, bitcast=True) * 64.0
 
 
 @triton.jit
 def _halves(x):
-    """x as two fp16 numbers, the second one to be divided by LOW."""
+    """Return x as two fp16 numbers, the second one to be divided by LOW."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)) * LOW
 
 
 @triton.jit
 def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
-    """Sums over the rows of x * unit with columns times weight / unit, as products on the matrix units.
+    """Sum over the rows of x * unit with columns times weight / unit, as products on the matrix units.
 
     x fp16 [N, COUNT] and its squares in halves, weight fp32 [COUNT]. With the upper halves alone, a sum over
     squares is off by a relative error of 1e-5, and one of 10,000 codes differs by one.
@@ -76,9 +76,9 @@ def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
 
 @triton.jit
 def _evened(inverse, variance):
-    """Inverse scales a turn further, and the inverse deviations under them, of vectors that vary so unscaled.
+    """Return inverse scales a turn further, and inverse deviations, of vectors that vary so unscaled.
 
-    Bounds: deviations from 1e-3 to 1e3, scales from e^-0.3 to e^10.
+    Deviations are bounded to 1e-3 .. 1e3, scales to e^-0.3 .. e^10.
     """
     inverse *= tl.minimum(tl.maximum(tl.rsqrt(variance * inverse * inverse), 1e-3), 1e3)
     inverse = tl.minimum(tl.maximum(inverse, 4.5399929762484854e-05), 1.3498588075760032)
@@ -95,11 +95,11 @@ def _spread(inverse_std):
 def _normalize(
     tile, KEYS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr
 ):
-    """Inverse scales [G] of tokens and [D] of channels; columns, tokens of keys, go first in each turn.
+    """Return inverse scales [G] of tokens, [D] of channels; columns, keys' tokens, go first in each turn.
 
     A vector's own scale multiplies its deviation, and the other side's scales are weights in sums over the
     tile and over its squares, which never change: each turn is two products of both with a few columns. The
-    side that is normalized first carries the tile's magnitude. Multiplies inverses, while the paper adds
+    side that is normalized first carries the tile's magnitude. Inverses are multiplied, while the paper adds
     logarithms.
     """
     largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0).to(tl.float32)
@@ -139,7 +139,7 @@ def _normalize(
 
 @triton.jit
 def _codes(offset, per_step, BITS: tl.constexpr):
-    """Rounded half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
+    """Round half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
     rounded = tl.minimum(tl.maximum(offset * per_step, 0.0), (1 << BITS) - 1) + 12582912.0
     return rounded.to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
 
@@ -149,7 +149,7 @@ def _write_keys(
     tile, at, words_ptr, channels_ptr, tokens_ptr,
     GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Keys of tile number `at`, fp16 [G, D]; layout as in KVarNTile."""
+    """Write the keys of tile number `at`, fp16 [G, D]; the layout is KVarNTile's."""
     WIDTH: tl.constexpr = DIM // 4
     token = tl.arange(0, GROUP_SIZE)
     channels_ptr += at * 3 * DIM + tl.arange(0, DIM)
@@ -172,7 +172,7 @@ def _write_values(
     tile, at, words_ptr, channels_ptr, tokens_ptr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Values of tile number `at`, fp16 [G, D]; layout as in KVarNTile."""
+    """Write the values of tile number `at`, fp16 [G, D]; the layout is KVarNTile's."""
     WIDTH: tl.constexpr = DIM // 4
     HALVES: tl.constexpr = 4 // BITS
     ROWS: tl.constexpr = GROUP_SIZE // HALVES
@@ -200,7 +200,7 @@ def _write_tile(
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Keys (side 0) or values, not rotated."""
+    """Load keys (side 0) or values, not rotated."""
     tile = rotate(rows.to(tl.float32), GROUP_SIZE, DIM, LOG_DIM).to(tl.float16)
     if side == 0:
         _write_keys(tile, at, words_k_ptr, channels_ptr, tokens_ptr, GROUP_SIZE, DIM, ITERATIONS)
@@ -216,7 +216,7 @@ def _flush_decoded(
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, ITERATIONS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the due pages of REQUESTS requests, in one layer, keys or values of one head.
+    """Write the due pages of REQUESTS requests, in one layer, keys or values of one head.
 
     held_ptr: of any layer; all layers' `held` have the same layout
     """
@@ -266,7 +266,7 @@ def _flush_prompts(
     words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Writes the pages that GROUP_SIZE prompt tokens of a step fill: keys or values of one head."""
+    """Write the pages that GROUP_SIZE prompt tokens of a step fill: keys or values of one head."""
     offset = tl.arange(0, FORM.group_size)
     one_of = tl.program_id(1).to(tl.int64) * FORM.group_size + offset
     position = tl.load(positions_ptr + one_of, mask=one_of < count, other=0)
@@ -300,7 +300,7 @@ def _flush_prompts(
 
 
 def addresses(layers: list[tuple[KVarNTile, Tensor]], device: torch.device) -> Tensor:
-    """int64 [layers, 5]: the addresses of each layer's pages and of its `held`, for `flush_decoded`."""
+    """Return int64 [layers, 5]: addresses of each layer's pages and of its `held`, for `flush_decoded`."""
     rows = [[*(part.data_ptr() for part in vars(pages).values()), held.data_ptr()] for pages, held in layers]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 

@@ -36,7 +36,7 @@ def _write(
     x, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scratch,
     VALUE_BITS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Keys (side 0) or values, not rotated."""
+    """Load keys (side 0) or values, not rotated."""
     x = rotate_rows(x)
     if side == 0:
         write_tile(x, at, words_k_ptr, channels_ptr, tokens_ptr, scratch, True, 4, MMA)
@@ -46,7 +46,7 @@ def _write(
 
 @gluon.jit
 def _held_at(row, side, head, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr):
-    """Where the page that a request is writing begins in `held`, as `held.py` describes it."""
+    """Return where the page that a request is writing begins in `held`, as `held.py` describes it."""
     return (((row * 2 + 1) * 2 + side) * KV_HEADS + head) * GROUP_SIZE * DIM
 
 
@@ -56,7 +56,7 @@ def decoded_kernel(
     KV_HEADS: gl.constexpr, VALUE_BITS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the due pages of REQUESTS requests, in one layer, keys or values of one head.
+    """Write the due pages of REQUESTS requests, in one layer, keys or values of one head.
 
     held_ptr: of any layer; all layers' `held` have the same layout
     """
@@ -98,7 +98,7 @@ def prompts_kernel(
     words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, num_requests, count, key_stride, value_stride,
     KV_HEADS: gl.constexpr, VALUE_BITS: gl.constexpr, GROUP_SIZE: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Writes the pages that GROUP_SIZE prompt tokens of a step fill: keys or values of one head."""
+    """Write the pages that GROUP_SIZE prompt tokens of a step fill: keys or values of one head."""
     MMA: gl.constexpr = accumulator(gl.num_warps())
     LOADS: gl.constexpr = rows_layout(GROUP_SIZE, DIM, gl.num_warps())
     offset = gl.arange(0, GROUP_SIZE, gl.SliceLayout(1, LOADS))
@@ -130,5 +130,5 @@ def prompts_kernel(
 
 
 def launch(group_size: int, dim: int) -> dict[str, int]:
-    """Number of warps in a program, and of registers for each thread."""
+    """Return the number of warps in a program, and of registers for each thread."""
     return {"num_warps": 8 if group_size * dim > 64 * 64 else 4, "maxnreg": REGISTERS}

@@ -1,7 +1,7 @@
-"""A page's rows times a Hadamard matrix, between the loads and the tile that is written; Gluon.
+"""Multiplies a page's rows by a Hadamard matrix, after loading and before writing the tile; Gluon.
 
-Equals `rotate_reference` in `hadamard.py`, rounded to fp16 once. Rows stay in registers: nothing goes through
-shared memory, and no warp waits for another.
+The result equals `rotate_reference` in `hadamard.py`, rounded to fp16 once. Rows stay in registers: nothing
+goes through shared memory, and no warp waits for another.
 
 A Hadamard matrix is a product over the bits of a channel's number, in any order. Four bits, among them the
 bits that a matrix operand spreads over lanes, are one product with +-1, which is exact. Each other bit is a
@@ -17,7 +17,7 @@ from ...triton_imports import gl, gluon, mma_v2
 
 @gluon.constexpr_function
 def rows_layout(group_size: int, dim: int, warps: int):
-    """[G, D]: a warp has sixteen whole rows, or the same rows as another warp; a thread has eight of 32
+    """The layout of [G, D]: a warp has 16 whole rows, or those of another warp; a thread has 8 of 32
     channels.
     """
     registers = [[0, 1], [0, 2], [0, 4]]
@@ -32,20 +32,20 @@ def rows_layout(group_size: int, dim: int, warps: int):
 
 @gluon.constexpr_function
 def _powers(first: int, end: int) -> list[int]:
-    """The powers of two from `first` on, below `end`."""
+    """Return the powers of two from `first` on, below `end`."""
     return [first << i for i in range((end // first).bit_length()) if first << i < end]
 
 
 @gluon.constexpr_function
 def _accumulator(group_size: int, warps: int):
-    """The accumulator's layout for one warp per sixteen rows; further warps repeat their work."""
+    """Return the accumulator's layout for one warp per sixteen rows; further warps repeat the work."""
     by_row = min(warps, group_size // 16)
     return gl.NVMMADistributedLayout([2, 0], [by_row, warps // by_row], [16, 8])
 
 
 @gluon.jit
 def _signs(DTYPE: gl.constexpr, MMA: gl.constexpr):
-    """[16, 16] of +-1: H of sixteen but for its scale."""
+    """Return [16, 16] of +-1: H of sixteen but for its scale."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     k = gl.arange(0, 16, gl.SliceLayout(1, OPERAND))[:, None]
     both = k & gl.arange(0, 16, gl.SliceLayout(0, OPERAND))[None, :]
@@ -56,7 +56,7 @@ def _signs(DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def rotate_rows(x):
-    """x [G, D], in the layout of `rows_layout`, times H in fp16; fp32 is rounded to fp16 first."""
+    """Multiply x [G, D], in the layout of `rows_layout`, by H in fp16; fp32 is rounded to fp16 first."""
     G: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     BLOCKS: gl.constexpr = D // 16

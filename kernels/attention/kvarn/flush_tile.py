@@ -1,9 +1,9 @@
-"""One KVarN tile normalized, quantized and packed by a program of few registers; Gluon.
+"""Normalizes, quantizes and packs one KVarN tile in a program of few registers; Gluon.
 
-Equals a tile in `flush.py`, for matrix units that read operands from registers (from sm_80 on). The tile lies
-in shared memory, and both products, along tokens and along channels, load it from there as their left operand
-and square it on the way. This leaves room for several programs on a multiprocessor, so that one works while
-another waits.
+The result equals a tile in `flush.py`; matrix units read operands from registers (from sm_80 on). The tile
+lies in shared memory, and both products, along tokens and along channels, load it from there as their left
+operand and square it on the way. So several programs fit on a multiprocessor, and one works while another
+waits.
 
     rows      of which each has a scale and a zero: channels of keys, tokens of values
     columns   the others, which have a scale alone and go first in each turn
@@ -38,14 +38,14 @@ def _four_ends(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @gluon.jit
 def _half(x):
-    """x as two fp16 numbers, the second one to be divided by LOW; both as fp32."""
+    """Return x as two fp16 numbers, the second one to be divided by LOW; both as fp32."""
     high = x.to(gl.float16).to(gl.float32)
     return high, (x - high) * LOW
 
 
 @gluon.jit
 def _square(x):
-    """fp16 x squared as two fp16 numbers, whose sum is exact except for parts below 2^-24."""
+    """Return fp16 x squared as two fp16 numbers, whose sum is exact except for parts below 2^-24."""
     high = gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $1;", "=r,r", [x], gl.float16, True, 2)
     low = gl.inline_asm_elementwise(
         "{.reg .b32 t; neg.f16x2 t, $2; fma.rn.f16x2 $0, $1, $1, t;}",
@@ -60,7 +60,7 @@ def _square(x):
 
 @gluon.jit
 def _variance(tile, weights_smem, weight, unit, MMA: gl.constexpr):
-    """Sums over the rows of tile * unit with columns times weight / unit, fp32 [N]; weight fp32 [COUNT].
+    """Sum over rows of tile * unit with columns times weight / unit, fp32 [N]; weight fp32 [COUNT].
 
     Sums over the tile and over its squares are products with four columns: halves of weights and of squares.
     """
@@ -94,14 +94,14 @@ def _variance(tile, weights_smem, weight, unit, MMA: gl.constexpr):
 
 @gluon.jit
 def _evened(inverse, variance):
-    """Inverse scales a turn further, of vectors that vary so unscaled; bounds as in `flush.py`."""
+    """Return inverse scales a turn further, of vectors that vary so unscaled; bounds are as in `flush.py`."""
     inverse *= gl.minimum(gl.maximum(gl.rsqrt(variance * inverse * inverse), 1e-3), 1e3)
     return gl.minimum(gl.maximum(inverse, 4.5399929762484854e-05), 1.3498588075760032)
 
 
 @gluon.jit
 def _imbalance(row_std, column_std, SAME: gl.constexpr):
-    """The largest deviation over the least, of rows plus of columns; inverse deviations give the same."""
+    """Return the largest deviation over the least, of rows plus columns; inverse deviations give the same."""
     if SAME:
         a, b, c, d = gl.reduce((row_std, row_std, column_std, column_std), 0, _four_ends)
     else:
@@ -112,7 +112,7 @@ def _imbalance(row_std, column_std, SAME: gl.constexpr):
 
 @gluon.jit
 def normalize(rows, columns, row_weights, column_weights, unit, MMA: gl.constexpr):
-    """Inverse scales of rows [R] and of columns [C], fp32.
+    """Return inverse scales of rows [R] and of columns [C], fp32.
 
     rows fp16 [R, C] in shared memory, columns the same transposed; *_weights fp16 [R or C, 8], there too.
     """
@@ -145,13 +145,13 @@ def normalize(rows, columns, row_weights, column_weights, unit, MMA: gl.constexp
 
 @gluon.jit
 def _integers(x):
-    """Rounded half to even, as torch does: adding 1.5 * 2^23 leaves the integer in the low 22 bits."""
+    """Round half to even, as torch does: adding 1.5 * 2^23 leaves the integer in the low 22 bits."""
     return (x + 12582912.0).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def _load(tile, START: gl.constexpr, COUNT: gl.constexpr, MMA: gl.constexpr):
-    """Columns of a tile in shared memory, fp32 [N, COUNT]."""
+    """Load columns of a tile in shared memory, fp32 [N, COUNT]."""
     # An operand's elements are those of a result that the same thread has.
     x = tile.slice(START, COUNT, 1).load(gl.DotOperandLayout(0, MMA, 2))
     return gl.convert_layout(x, MMA, assert_trivial=True).to(gl.float32)
@@ -159,7 +159,7 @@ def _load(tile, START: gl.constexpr, COUNT: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _row_ends(rows, by_column, MMA: gl.constexpr):
-    """Largest and least of each row of rows [R, C] times by_column, fp32 [C] in shared memory."""
+    """Return each row's largest and least of rows [R, C] times by_column, fp32 [C] in shared memory."""
     C: gl.constexpr = rows.shape[1]
     largest = gl.full([rows.shape[0], DEPTH], -float("inf"), gl.float32, MMA)
     least = gl.full([rows.shape[0], DEPTH], float("inf"), gl.float32, MMA)
@@ -174,9 +174,9 @@ def _row_ends(rows, by_column, MMA: gl.constexpr):
 def _store_words(
     tile, by_row, less, by_column, less_by_column, words_ptr, BITS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Words of codes x * by_column * by_row - less - less_by_column, of x = tile [G, D] in shared memory.
+    """Pack codes x * by_column * by_row - less - less_by_column, with x = tile [G, D] in shared memory.
 
-    by_row and less fp32 [G]; the others [D] in shared memory. Layout as in KVarNTile.
+    by_row and less are fp32 [G]; the others are [D] in shared memory. Layout as in KVarNTile.
     """
     G: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1] // 4
@@ -202,7 +202,7 @@ def write_tile(
     x, at, words_ptr, channels_ptr, tokens_ptr, scratch,
     KEYS: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """x fp16 [G, D] as tile number `at`; layout as in KVarNTile.
+    """Write x fp16 [G, D] as tile number `at`; the layout is KVarNTile's.
 
     scratch, shared memory: fp16 [G, D], [G, 8] and [D, 8]; fp32 [max(G, D)] twice
     """

@@ -27,7 +27,7 @@ def held_at(
     row, position, side, head,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where a token of page 0, or of the page being written, lies in `held`; side 0 is keys."""
+    """Return where a token of page 0, or of the page being written, lies in `held`; side 0 is keys."""
     which = tl.where(position >= GROUP_SIZE, 1, 0)
     at = ((row * 2 + which) * 2 + side) * KV_HEADS + head
     return (at * GROUP_SIZE + position % GROUP_SIZE) * DIM
@@ -41,7 +41,7 @@ def _append(
     KV_HEADS: tl.constexpr, PER_HEAD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Keeps one of the first R tokens if it belongs to a decoding request: its key and value of one kv
+    """Keep one of the first R tokens if it belongs to a decoding request: key and value of one kv
     head.
     """
     if PDL:
@@ -75,7 +75,7 @@ def _hold(
     count, num_requests, key_stride, value_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keeps TOKENS prompt tokens if they are on the first page or on the last page of their chunk."""
+    """Keep TOKENS prompt tokens if they are on the first page or on the last page of their chunk."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     inside = token < count

@@ -38,7 +38,7 @@ PROBABILITY_ASM = tl.constexpr(
 
 @constexpr_function
 def _shift(field: int, bits: int) -> int:
-    """The position of a field's codes in their byte."""
+    """Return the position of a field's codes in their byte."""
     return field * bits % 8
 
 
@@ -49,7 +49,7 @@ def _is_highest(field: int, bits: int) -> bool:
 
 @constexpr_function
 def _mask_asm(field: int, bits: int) -> str:
-    """PTX from a register t to the result."""
+    """Return PTX from a register t to the result."""
     mask = ((1 << bits) - 1 << _shift(field, bits)) * 0x01010101
     if _is_highest(field, bits):
         return f"lop3.b32 $0, t, {mask}, 0x80808080, 0x6A;"  # (t & mask) ^ 0x80 of each byte
@@ -70,7 +70,7 @@ def _of_words_asm(field: int, bits: int) -> str:
 
 @triton.jit
 def _masked(x, FIELD: tl.constexpr, BITS: tl.constexpr):
-    """int8 of a byte in the low bits of x."""
+    """Return int8 of a byte in the low bits of x."""
     codes = x & (((1 << BITS) - 1) << _shift(FIELD, BITS))
     if _is_highest(FIELD, BITS):
         codes = codes ^ 0x80
@@ -79,7 +79,7 @@ def _masked(x, FIELD: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _nibbles(x, FIELD: tl.constexpr, ASM: tl.constexpr):
-    """int8 of bytes: 0, the low codes; 1, the high ones less 8, times 16."""
+    """Return int8 of bytes: 0, the low codes; 1, the high ones less 8, times 16."""
     if ASM:
         asm: tl.constexpr = _nibbles_asm(FIELD)
         return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
@@ -88,7 +88,7 @@ def _nibbles(x, FIELD: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _codes(words, FIELD: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """int8 of int16 words: field FIELD's codes times 2^_shift, those highest in their byte centered."""
+    """Return int8 of int16 words: field FIELD's codes times 2^_shift, a byte's highest codes centered."""
     if ASM:
         asm: tl.constexpr = _of_words_asm(FIELD, BITS)
         return tl.inline_asm_elementwise(asm, "=r,r,r", [words], dtype=tl.int8, is_pure=True, pack=4)
@@ -97,7 +97,7 @@ def _codes(words, FIELD: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _slices(ptr, DIM: tl.constexpr):
-    """fp16 [D] as its four slices. Only views follow the load, so the compiler moves it to its first use."""
+    """fp16 [D] as its four slices. Only views follow a load, so the compiler moves it to its first use."""
     x = tl.permute(tl.reshape(tl.load(ptr + tl.arange(0, DIM)), [4, DIM // 4]), [1, 0])
     even, odd = tl.split(tl.reshape(x, [DIM // 4, 2, 2]))
     x0, x2 = tl.split(even)
@@ -107,7 +107,7 @@ def _slices(ptr, DIM: tl.constexpr):
 
 @triton.jit
 def _halves(ptr, COUNT: tl.constexpr):
-    """fp16 [COUNT] as its two halves, fp32."""
+    """Load fp16 [COUNT] as its two halves, fp32."""
     x = tl.load(ptr + tl.arange(0, COUNT))
     low, high = tl.split(tl.permute(tl.reshape(x, [2, COUNT // 2]), [1, 0]))
     return low.to(tl.float32), high.to(tl.float32)
@@ -115,13 +115,13 @@ def _halves(ptr, COUNT: tl.constexpr):
 
 @triton.jit
 def _centered_product(q, zero, scale):
-    """fp32 [N, M]: q times the zero points [N] of centered codes."""
+    """Multiply q by the zero points [N] of centered codes: fp32 [N, M]."""
     return q.to(tl.float32) * (zero.to(tl.float32) + CENTER * scale.to(tl.float32))[:, None]
 
 
 @triton.jit
 def _unit(largest):
-    """fp32: the largest power of two up to `largest`, which is UNITS units, and UNITS divided by it."""
+    """Return, in fp32, the largest power of two up to `largest`, which is UNITS units, and UNITS over it."""
     power = largest.to(tl.float32) + LEAST
     bits = power.to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True) * UNITS
@@ -129,13 +129,13 @@ def _unit(largest):
 
 @triton.jit
 def _interleaved(x, y):
-    """[N, M] of even and of odd rows → [2N, M]."""
+    """Interleave [N, M] of even and of odd rows to [2N, M]."""
     return tl.reshape(tl.permute(tl.join(x, y), [0, 2, 1]), [2 * x.shape[0], x.shape[1]])
 
 
 @triton.jit
 def _query_bytes(x, ASM: tl.constexpr):
-    """fp32 [N, M] in units → int8: high bytes in even columns, low ones in odd columns."""
+    """Split fp32 [N, M] in units into int8: high bytes in even columns, low bytes in odd columns."""
     is_high = (tl.arange(0, x.shape[1]) % 2 == 0)[None, :]
     bits = (x + tl.where(is_high, TO_INTEGER + ROUND, TO_INTEGER)).to(tl.int32, bitcast=True)
     if ASM:
@@ -148,7 +148,7 @@ def _query_bytes(x, ASM: tl.constexpr):
 
 @triton.jit
 def _probability_bytes(x, ASM: tl.constexpr):
-    """fp32 [N, H] in units → int8 [N, 2H], alike; tokens in the order of `_token_order`."""
+    """Split fp32 [N, H] in units into int8 [N, 2H] likewise; tokens in the order of `_token_order`."""
     bits = (x + (TO_INTEGER + ROUND)).to(tl.int32, bitcast=True)
     if ASM:
         high, low = tl.inline_asm_elementwise(
@@ -165,7 +165,7 @@ def _probability_bytes(x, ASM: tl.constexpr):
 
 @triton.jit
 def _token_order(COUNT: tl.constexpr):
-    """int32 [COUNT]: a product's rows, of four tokens that one thread has the scores of, eight apart."""
+    """Return int32 [COUNT]: a product's rows, of four tokens whose scores one thread has, eight apart."""
     at = tl.arange(0, COUNT)
     if COUNT >= 32:
         at = at // 32 * 32 + at % 4 * 8 + at % 32 // 4
@@ -174,21 +174,21 @@ def _token_order(COUNT: tl.constexpr):
 
 @triton.jit
 def _wholes(sums):
-    """int32 [N, 2H] over high and over low bytes → fp32 [N, H]; of 256 channels or tokens below 2^31."""
+    """Join int32 [N, 2H] over high and low bytes to fp32 [N, H]; of 256 channels or tokens below 2^31."""
     high, low = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
     return (high * 256 + low).to(tl.float32)
 
 
 @triton.jit
 def _of_heads(x):
-    """[2H] with each head's twice → [H]."""
+    """Reduce [2H], which has each head's number twice, to [H]."""
     x, _ = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
     return x
 
 
 @triton.jit
 def _key_scores(bytes_k, center, even, odd, ASM: tl.constexpr):
-    """fp32 [N, H]: products of the centered codes of tokens [N], 16 times as large."""
+    """Return fp32 [N, H]: products of the centered codes of tokens [N], 16 times as large."""
     sums = tl.dot(_nibbles(bytes_k, 0, ASM), even, center, out_dtype=tl.int32)
     return _wholes(tl.dot(_nibbles(bytes_k, 1, ASM), odd, sums * 16, out_dtype=tl.int32))
 
@@ -198,7 +198,7 @@ def _value_sum(
     acc, low, high, words, more_words, rescale, unit, zero_sum, weight_sum, channel,
     SLICE: tl.constexpr, VALUE_BITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [D/4, H] further by one slice of the page's values; `low` and `high` are p of its two halves."""
+    """Add one slice of the page's values to acc [D/4, H]; `low` and `high` are p of its two halves."""
     sums = tl.dot(_codes(words, SLICE, VALUE_BITS, ASM), low)
     if VALUE_BITS == 2:
         sums = tl.dot(_codes(words, 4 + SLICE, VALUE_BITS, ASM), high, sums, out_dtype=tl.int32)
@@ -217,10 +217,10 @@ def attend_page_int8(
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile`, int64, seen by all heads [H].
+    """Attend to tile number `tile`, int64, which all heads [H] see.
 
-    q: four slices, fp16 [D/4, 2H], each head in two columns; acc: fp32 [D/4, H]. Matrix units add up 32
-    bytes at least, so pages have 64 tokens or more there, and heads 64 channels.
+    q: four slices, fp16 [D/4, 2H], each head in two columns; acc: fp32 [D/4, H]. Matrix units add up 32 bytes
+    at least, so pages have 64 tokens or more, and heads 64 channels.
     """
     q0, q1, q2, q3 = q
     acc0, acc1, acc2, acc3 = acc

@@ -1,6 +1,6 @@
-"""Attention of many queries over one KVarN page, codes multiplied as they are packed; Triton.
+"""Attention of many queries over one KVarN page; packed codes are multiplied directly; Triton.
 
-Uses the layout and arithmetic of a tile in `reference.py`:
+A tile's layout and arithmetic are those in `reference.py`:
 
     score[t] = k_token[t] * (sum_d (q[d] * k_scale[d]) * k_code[d, t] + sum_d q[d] * k_zero[d])
     out[d]   = v_channel[d] * (sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t])
@@ -21,7 +21,7 @@ LIFT = tl.constexpr(64.0)
 
 @triton.jit
 def _pairs(ptr, COUNT: tl.constexpr):
-    """fp16 [COUNT] in loads of four bytes, the smallest that can be prefetched a page ahead."""
+    """Load fp16 [COUNT] in loads of four bytes, the smallest that can be prefetched a page ahead."""
     both = tl.load(ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, COUNT // 2))
     even, odd = both.to(tl.int16), (both >> 16).to(tl.int16)
     return tl.reshape(tl.join(even, odd), [COUNT]).to(tl.float16, bitcast=True).to(tl.float32)
@@ -29,7 +29,7 @@ def _pairs(ptr, COUNT: tl.constexpr):
 
 @triton.jit
 def _with_scales(q, channels_ptr, zero_score, SLICE: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """q [D/4, M] times k_scale as fp16, and `zero_score` further by q times k_zero."""
+    """Return q [D/4, M] times k_scale as fp16, and `zero_score` plus q times k_zero."""
     scale = _pairs(channels_ptr + SLICE * WIDTH, WIDTH) * (16.0 / field_weight(SLICE, 4))
     zero = _pairs(channels_ptr + DIM + SLICE * WIDTH, WIDTH)
     q = q.to(tl.float32)
@@ -38,7 +38,7 @@ def _with_scales(q, channels_ptr, zero_score, SLICE: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _key_scores(q0, q1, q2, q3, words, ASM: tl.constexpr):
-    """Products [N, M] of the codes of tokens [N] with scaled queries, times 16 * 2^-24."""
+    """Return products [N, M] of the codes of tokens [N] with scaled queries, times 16 * 2^-24."""
     scores = tl.dot(field_of(words, 0, 4, ASM), q0)
     scores = tl.dot(field_of(words, 1, 4, ASM), q1, scores)
     scores = tl.dot(field_of(words, 2, 4, ASM), q2, scores)
@@ -50,7 +50,7 @@ def _value_sum(
     acc, low, high, words, more_words, rescale, zero_sum, channels_ptr,
     SLICE: tl.constexpr, VALUE_BITS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [D/4, M] further by one slice of the page's values; `low` and `high` are p of its two halves."""
+    """Add one slice of the page's values to acc [D/4, M]; `low` and `high` are p of its two halves."""
     channel = _pairs(channels_ptr + 2 * DIM + SLICE * WIDTH, WIDTH)
     values = tl.dot(field_of(words, SLICE, VALUE_BITS, ASM), low)
     if VALUE_BITS == 2:
@@ -68,7 +68,7 @@ def attend_page(
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile`, int64, seen by the queries [M] for which `is_seen` is true.
+    """Attend to tile number `tile`, int64, for the queries [M] for which `is_seen` is true.
 
     q, acc: four slices [D/4, M] each, fp16 and fp32. Every query must have seen a key.
     """

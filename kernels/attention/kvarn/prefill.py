@@ -10,9 +10,9 @@
 A token sees its own page and page 0 uncoded, all pages between as codes. Uncoded tokens are read from the
 step if they are in the chunk, else from `held`. So it does not matter how a prompt was cut into chunks.
 
-A program handles up to 64 queries: all heads of a group for some tokens. It attends to uncoded tokens first.
-If coded pages follow, it rotates the queries and the results so far, multiplies packed codes as decoding
-does, and rotates the results back at the end.
+A program handles up to 64 queries: all heads of a group for some tokens. A program attends to uncoded tokens
+first. If coded pages follow, the program rotates the queries and the results so far, multiplies packed codes
+as decoding does, and rotates the results back at the end.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def _older_or_new(
     held_ptr, new_ptr, row, token, side, first, new_stride, chunk_start, kv_head, is_token,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Four slices of keys or values of the tokens [N] of a context, as they came."""
+    """Load four slices of keys or values of the tokens [N] of a context, as they came."""
     is_new = token >= chunk_start
     older = held_at(row, token, side, kv_head, KV_HEADS, DIM, GROUP_SIZE)
     new = (first + token - chunk_start).to(tl.int64) * new_stride + kv_head * DIM
@@ -75,7 +75,7 @@ def _attend_tiles(
     block_table_ptr, tiles_ptr, seq_lens_ptr, starts_ptr, rows_ptr, sinks_ptr, out_ptr,
     scale_log2, softcap, key_stride, value_stride, table_stride, FORM: tl.constexpr,
 ):  # fmt: skip
-    """FORM.tokens tokens of a tile with one kv head's group of query heads.
+    """Attend for FORM.tokens tokens of a tile with one kv head's group of query heads.
 
     pages: the parts of a `KVarNTile`
     """
@@ -190,7 +190,7 @@ def kvarn_prefill(
     options: AttentionOptions,
     out: Tensor,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in the file's docstring."""
+    """Write the tiles' tokens of `out`; arguments are as in the file's docstring."""
     capability = compute_capability(query.device)
     _, heads, dim = query.shape
     kv_heads, group_size = held.shape[3:5]

@@ -1,8 +1,8 @@
 """KVarN tiles in torch: one page's keys or values of one head, variance-normalized and quantized to few bits.
 
-From the paper (Muller et al., arXiv:2606.03458): a tile is scaled by rows and by columns until all standard
-deviations are equal, then each row is rounded to nearest between its least and its largest value. Rows are
-channels for keys and tokens for values. Tiles come rotated (`hadamard.py`).
+The method is the paper's (Muller et al., arXiv:2606.03458): a tile is scaled by rows and by columns until all
+standard deviations are equal, then each row is rounded to nearest between its least and its largest value.
+Rows are channels for keys and tokens for values. Tiles come rotated (`hadamard.py`).
 
     K[d, t] = (k_code[d, t] * k_scale[d] + k_zero[d]) * k_token[t]
     V[t, d] = (v_code[t, d] * v_scale[t] + v_zero[t]) * v_channel[d]
@@ -41,10 +41,11 @@ class KVarNTile:
 
 
 def normalize_reference(tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [..., R] and [..., C] that tiles [..., R, C], divided by them, are most even under; all fp32.
+    """Find scales [..., R] and [..., C] that make tiles [..., R, C], divided by them, most even; all fp32.
 
-    Even is a small ratio of the largest to the least standard deviation, of columns plus of rows. Columns and
-    rows are scaled in turn; the best of the iterates counts, the tile as it came among them.
+    A tile is even if the ratio of the largest to the least standard deviation, of columns plus of rows, is
+    small. Columns and rows are scaled in turn; the best of the iterates counts, the tile as it came among
+    them.
     """
     squares = tile.square()
     rows, columns = torch.zeros_like(tile[..., 0]), torch.zeros_like(tile[..., 0, :])
@@ -65,15 +66,15 @@ def normalize_reference(tile: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _evened(logs: Tensor, std: Tensor) -> Tensor:
-    """Logs of scales a turn further; std: of the vectors without them."""
+    """Advance the logs of scales by a turn; std: of the vectors without them."""
     scaled = (std * (-logs).exp()).clamp_(LEAST_STD, LARGEST_STD)
     return (logs + scaled.log_()).clamp_(LEAST_LOG, LARGEST_LOG)
 
 
 def _std(tile: Tensor, squares: Tensor, logs: Tensor) -> Tensor:
-    """[..., R] of tiles [..., R, C] whose columns are divided by exp(logs), [..., C].
+    """Return std [..., R] of tiles [..., R, C] whose columns are divided by exp(logs), [..., C].
 
-    Written as products of matrices: torch's own function takes fifteen times as long on a CPU.
+    The sums are products of matrices: torch's own function takes fifteen times as long on a CPU.
     """
     weights, count = (-logs).exp()[..., None], tile.shape[-1]
     total, of_squares = (tile @ weights)[..., 0], (squares @ weights.square())[..., 0]
@@ -85,7 +86,7 @@ def _spread(std: Tensor) -> Tensor:
 
 
 def quantize_reference(key: Tensor, value: Tensor, value_bits: int) -> KVarNTile:
-    """Tiles of rotated key and value [..., G, D], of any float dtype; keys take four bits."""
+    """Code rotated key and value [..., G, D], of any float dtype, as tiles; keys take four bits."""
     k_codes, k_scale, k_zero, k_token = _quantize_rows(key.float().transpose(-1, -2), 4)
     v_codes, v_scale, v_zero, v_channel = _quantize_rows(value.float(), value_bits)
     return KVarNTile(
@@ -97,7 +98,9 @@ def quantize_reference(key: Tensor, value: Tensor, value_bits: int) -> KVarNTile
 
 
 def _quantize_rows(tile: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes uint8 [..., R, C], and fp32: each row's scale and zero [..., R], each column's scale [..., C]."""
+    """Return codes uint8 [..., R, C], and fp32 each row's scale and zero [..., R], each column's scale [...,
+    C].
+    """
     rows, columns = normalize_reference(tile)
     normal = tile / rows[..., None] / columns[..., None, :]
     zero, largest = normal.amin(-1), normal.amax(-1)
@@ -107,7 +110,7 @@ def _quantize_rows(tile: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _pack_by_token(codes: Tensor, bits: int) -> Tensor:
-    """codes [..., G, D] → words as in KVarNTile."""
+    """Pack codes [..., G, D] into words, as in KVarNTile."""
     *outer, tokens, dim = codes.shape
     halves = fields(bits) // 4
     split = codes.reshape(*outer, halves, tokens // halves, 4, dim // 4).movedim(-4, -3)
@@ -122,7 +125,7 @@ def _unpack_by_token(words: Tensor, bits: int) -> Tensor:
 
 
 def dequantize_reference(tile: KVarNTile) -> tuple[Tensor, Tensor]:
-    """Rotated keys and values [..., G, D], fp32."""
+    """Return rotated keys and values [..., G, D], fp32."""
     channels, tokens = tile.channels.float().unbind(-2), tile.tokens.float().unbind(-2)
     k_scale, k_zero, v_channel = (x[..., None, :] for x in channels)
     k_token, v_scale, v_zero = (x[..., None] for x in tokens)

@@ -1,7 +1,7 @@
-"""KVarN pages converted back to 16 bits, for a step that reads each of them many times; Triton.
+"""Converts KVarN pages back to 16 bits, for a step that reads each of them many times; Triton.
 
-A large prefill step would decode each page once for every tile of queries. Here each page is decoded once,
-into plain pages for `choose_prefill.py`.
+A large prefill step would decode each page once for every tile of queries. These kernels decode each page
+once, into plain pages for `choose_prefill.py`.
 
     spans         int32 [n, 6]      one plain page each: stored page or -1, row of `held`, first position in
                                     the context; the chunk's first position, where it ends, its first token
@@ -32,7 +32,7 @@ def _as_they_are(
     span, new_ptr, new_stride, held_ptr, out_ptr, token, head, side,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [N] of a page that is not yet coded."""
+    """Load tokens [N] of a page that is not yet coded."""
     channel = tl.arange(0, DIM)[None, :]
     row = tl.load(span + 1).to(tl.int64)
     position = tl.load(span + 2) + token
@@ -47,7 +47,7 @@ def _as_they_are(
 
 @triton.jit
 def _slices(words, BITS: tl.constexpr):
-    """Codes [4, N, D/4] of words int32 [N, D/4]."""
+    """Return codes [4, N, D/4] of words int32 [N, D/4]."""
     shift = (tl.arange(0, 4) * BITS)[:, None, None]
     return ((words[None, :, :] >> shift) & ((1 << BITS) - 1)).to(tl.float32)
 
@@ -69,7 +69,7 @@ def _of_tokens(ptr, token):
 def _keys(
     tile, words_ptr, channels_ptr, tokens_ptr, token, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """[4, N, D/4] of a tile's tokens [N]."""
+    """Return [4, N, D/4] of a tile's tokens [N]."""
     WIDTH: tl.constexpr = DIM // 4
     at = (tile * GROUP_SIZE + token)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     codes = _slices(tl.load(words_ptr + at).to(tl.int32), 4)
@@ -95,7 +95,7 @@ def _values(
 
 @triton.jit
 def _rotated(x, matrix_ptr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """x [4, N, D/4] times H, fp32 [4, N * D/4]."""
+    """Multiply x [4, N, D/4] by H, to fp32 [4, N * D/4]."""
     line = tl.arange(0, WIDTH)
     matrix = tl.load(matrix_ptr + line[:, None] * WIDTH + line[None, :])
     y = tl.dot(tl.reshape(x.to(tl.float16), [4 * TOKENS, WIDTH]), matrix)
@@ -115,7 +115,7 @@ def _widen(
     KV_HEADS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head for TOKENS tokens of one plain page."""
+    """Write keys or values of one head for TOKENS tokens of one plain page."""
     WIDTH: tl.constexpr = DIM // 4
     index = tl.program_id(0)
     head = tl.program_id(1) % KV_HEADS
@@ -146,7 +146,7 @@ def _widen(
 def widen_kvarn(
     spans: Tensor, key: Tensor, value: Tensor, pages: KVarNTile, held: Tensor, value_bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of the plain pages; arguments as in the file's docstring."""
+    """Return keys and values of the plain pages; arguments are as in the file's docstring."""
     kv_heads, group_size, dim = held.shape[3:]
     tokens = min(group_size, CHANNELS // dim)
     keys, values = (

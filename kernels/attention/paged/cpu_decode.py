@@ -4,10 +4,10 @@
     value_pages  [pages, P, H_kv, D_v]
     table        int32 [B, W]              row b lists, in order, the pages of request b
 
-Handles one request and kv head at a time. A few tokens are widened to fp32 into a block that stays in the
-nearest cache, and all query heads of the group are multiplied by it, so pages are read once and nothing is
-copied. Sums have one order and do not depend on other requests. The torch reference is `../reference.py`,
-which also serves prompts, eight-bit pages and heads that are no multiple of 16.
+The kernel handles one request and kv head at a time. A few tokens are widened to fp32 into a block that stays
+in the nearest cache, and all query heads of the group are multiplied by it, so pages are read once and
+nothing is copied. Sums have one order and do not depend on other requests. The torch reference is
+`../reference.py`, which also serves prompts, eight-bit pages and heads that are no multiple of 16.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ Kernel = Callable[..., None]
 
 @functools.cache
 def decode_kernel(dtype: torch.dtype) -> Kernel:
-    """`decode` compiled for one dtype; it is kept on disk. Any other arguments are an error."""
+    """Return `decode` compiled for one dtype; the compiled code is kept on disk. Arguments of other types are
+    an error.
+    """
     number = NUMBERS[dtype]
     flat, strided = types.Array(number, 1, "C"), types.Array(number, 3, "A")
     pages, lengths = types.Array(number, 4, "C"), types.Array(types.int32, 1, "C")
@@ -69,8 +71,8 @@ def _fill(
     block: Any, pages: Any, size: int, heads: int, head: int, dim: int, table: Any, first: int, count: int,
     row: int,
 ) -> None:  # fmt: skip
-    """Copies tokens first .. first + count of a request, from flat `pages` of `size` tokens, into rows of the
-    block.
+    """Copy tokens first .. first + count of a request, from flat `pages` of `size` tokens, into the block's
+    rows.
     """
     for token in range(count):
         place = table[(first + token) // size] * size + (first + token) % size
@@ -80,8 +82,8 @@ def _fill(
 
 
 def _decode(sources: str) -> Kernel:
-    """sources: a digest of all source code that is compiled into it, since numba's cache looks at this file
-    alone.
+    """sources: a digest of all source code that is compiled into the kernel, since numba's cache looks at
+    this file alone.
     """
 
     def decode(

@@ -24,8 +24,8 @@ E2M1 = tl.constexpr(2.0**14)
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
-    """Of two words. If two shifts are needed, one product makes both; its other bits never carry into the
-    result.
+    """Return PTX for two words. If two shifts are needed, one product makes both; its other bits never carry
+    into the result.
     """
     sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
     if sign == magnitude:
@@ -49,7 +49,7 @@ def _magnitude_shift(field: int) -> int:
 
 @triton.jit
 def e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
-    """fp16 of the shape of int16 `words`: field FIELD's value times 2^-14."""
+    """Return fp16 of the shape of int16 `words`: field FIELD's value times 2^-14."""
     if ASM:
         asm: tl.constexpr = _e2m1_asm(FIELD)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -60,7 +60,7 @@ def e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def first_channels(DIM: tl.constexpr, NVFP4: tl.constexpr):
-    """int32 [D/4]: the channel of each word's first code; NVFP4's others are D/16 apart, int4's D/4."""
+    """Return int32 [D/4]: a word's first code's channel; the others are D/16 (NVFP4) or D/4 (int4) apart."""
     word = tl.arange(0, DIM // 4)
     if NVFP4:
         word = word % 8 // 2 * (DIM // 4) + word // 16 * 4 + word % 16 // 8 * 2 + word % 2
@@ -69,7 +69,7 @@ def first_channels(DIM: tl.constexpr, NVFP4: tl.constexpr):
 
 @triton.jit
 def _scales_of(scales_ptr, slot, keep):
-    """A token's scale and zero, fp32 [N] each: one load of four bytes, which can be in flight ahead."""
+    """Load a token's scale and zero, fp32 [N] each: one load of four bytes, which can be in flight ahead."""
     both = tl.load(scales_ptr + slot, mask=keep, other=0)
     scale = both.to(tl.int16).to(tl.float16, bitcast=True)
     zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -78,9 +78,9 @@ def _scales_of(scales_ptr, slot, keep):
 
 @triton.jit
 def _quarters(scales_ptr, slot, keep, DIM: tl.constexpr):
-    """From each word [N, D/4] of tokens [N], the D/64 scales of its quarter of the head, as one integer.
+    """Load the D/64 scales of each word's quarter of the head, for tokens [N], as one integer.
 
-    Nothing but views follows the load: Triton then brings it to the threads as they multiply, at once.
+    Nothing but views follows the load, so Triton brings it to the threads as they multiply, at once.
     """
     at = slot[:, None] * 4 + tl.arange(0, 4)[None, :]
     scales = tl.load(scales_ptr + at, mask=keep[:, None], other=0)
@@ -91,7 +91,7 @@ def _quarters(scales_ptr, slot, keep, DIM: tl.constexpr):
 
 @constexpr_function
 def _e4m3_asm(byte: int, dim: int) -> str:
-    """The given byte of two integers of 16 or of 32 bits."""
+    """Return the given byte of two integers of 16 or of 32 bits."""
     inputs, select = ("$1, 0", f"0x00{2 + byte}{byte}") if dim == 128 else ("$1, $2", f"0x00{4 + byte}{byte}")
     return (
         f"{{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, {inputs}, {select}; "
@@ -101,7 +101,7 @@ def _e4m3_asm(byte: int, dim: int) -> str:
 
 @triton.jit
 def _scaled(words, scales, FIELD: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
-    """fp16 of the shape of int16 `words`: field FIELD's value times 2^-14 under its scale, exactly.
+    """Return fp16 of the shape of int16 `words`: field FIELD's value times 2^-14 under its scale, exactly.
 
     The least product is 2^-24, the least fp16 number. scales: `_quarters` of the same shape
     """
@@ -118,7 +118,7 @@ def _scaled(words, scales, FIELD: tl.constexpr, DIM: tl.constexpr, ASM: tl.const
 
 @triton.jit
 def prepared(q0, q1, q2, q3, NVFP4: tl.constexpr):
-    """Queries fp16 [D/4, M] for `attend_block`, and fp32 [M], their sums along all channels."""
+    """Return queries fp16 [D/4, M] for `attend_block`, and fp32 [M], the queries' sums along all channels."""
     f0, f1, f2, f3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
     total = tl.sum(f0 + f1 + f2 + f3, axis=0)
     if not NVFP4:
@@ -132,7 +132,7 @@ def attend_block(
     slot, keep, visible, words_k_ptr, words_v_ptr, scales_k_ptr, scales_v_ptr, scale_log2, softcap,
     NVFP4: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [N, 1 or M].
+    """Attend to the tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [N, 1 or M].
 
     q, acc: their four slices, fp16 and fp32 [D/4, M]; `finished` computes results from acc. zeros: fp32 [M],
     added by zero points to every channel
@@ -189,7 +189,7 @@ def attend_block(
 
 @triton.jit
 def finished(acc, zeros, total, head_scale, SLICE: tl.constexpr, NVFP4: tl.constexpr):
-    """fp32 [D/4, M]: one slice of the result; zeros for queries that have seen nothing."""
+    """Return fp32 [D/4, M]: one slice of the result; zeros for queries that have seen nothing."""
     by = tl.where(total > 0, 1.0 / total, 0.0)
     if NVFP4:
         result = acc * (by * head_scale * E2M1)[None, :]

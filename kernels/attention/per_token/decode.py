@@ -4,7 +4,7 @@
     keys, values TokenPages         as in `store.py`
     out          [B, H, D]          rotated back where the pages are rotated
 
-Block table, lengths, splits, workspace and merge are those of `../decode.py`; D is a power of two.
+Block table, lengths, splits, workspace and merge are as in `../decode.py`; D is a power of two.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def _attend_splits(
     block_table_ptr, lengths_ptr, partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax sums of every `num_programs(0)`-th split; of an only one, if not merged, the result."""
+    """Compute partial softmax sums of every `num_programs(0)`-th split; of an only unmerged one, a result."""
     GROUP: tl.constexpr = FORM.group
     if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
@@ -125,7 +125,7 @@ def token_decode(
     options: AttentionOptions,
     out: Tensor,
 ) -> None:
-    """Write `out`; arguments as in the file's docstring."""
+    """Write `out`; arguments are as in the file's docstring."""
     batch, heads, dim = q.shape
     kv_heads, page = keys.words.shape[1:3]
     splits = programs_of_splits(workspace.max_splits, batch * kv_heads)
@@ -159,7 +159,7 @@ def token_decode(
 
 
 def scale_bytes(keys: TokenPages, values: TokenPages) -> tuple[Tensor, Tensor]:
-    """Both scales for kernels, loaded at once for all channels of a thread."""
+    """Load both scales for kernels, at once for all channels of a thread."""
     scales = keys.scales
     both = torch.int32
     if keys.is_nvfp4:

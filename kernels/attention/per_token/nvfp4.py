@@ -10,8 +10,9 @@ words  int16 [..., D/4]     code j of word i is channel c * D/4 + j * D/16 + 4s 
                             channels, C = D/16 of them instead of four: c * D/C + ...
 
 A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of every sixteen: a quarter of the
-head. So the scales that it needs of a token are adjacent, and each belongs to whole fields of its words. A
-code's sign and magnitude are placed so that few shifts and masks move those of two words to fp16's places.
+head. So the scales of a token that the thread needs are adjacent, and each belongs to whole fields of the
+thread's words. A code's sign and magnitude are placed so that few shifts and masks move those of two words to
+fp16's places.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class NVFP4Tokens:
 
 
 def quantize_reference(x: Tensor, head_scale: Tensor) -> NVFP4Tokens:
-    """x [..., H, D] of any float dtype under head_scale, fp32 [H]."""
+    """Code x [..., H, D] of any float dtype under head_scale, fp32 [H]."""
     groups = (x.float() / head_scale[:, None]).unflatten(-1, (-1, GROUP_SIZE))
     largest = groups.abs().amax(-1)
     (scales, codes, error), (other_scales, other_codes, other_error) = (
@@ -58,7 +59,7 @@ def dequantize_reference(stored: NVFP4Tokens, head_scale: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """codes int32 [..., D], each a sign above three bits of magnitude → words int16 [..., D/4]."""
+    """Pack codes int32 [..., D], each a sign above three bits of magnitude, into words int16 [..., D/4]."""
     quarters = min(4, codes.shape[-1] // GROUP_SIZE)
     by_field = codes.unflatten(-1, (quarters, 4, -1, 2, 2)).unbind(-4)
     words = torch.zeros_like(by_field[0])
@@ -68,7 +69,7 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor) -> Tensor:
-    """words int16 [..., D/4] → codes int32 [..., D]."""
+    """Unpack words int16 [..., D/4] to codes int32 [..., D]."""
     quarters = min(4, words.shape[-1] * 4 // GROUP_SIZE)
     words = words.to(torch.int32).unflatten(-1, (-1, 2, quarters, 2)).movedim(-2, -4)
     by_field = [
@@ -79,9 +80,9 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales in E4M3, the nearest codes, ties to the even one, and each group's squared error.
+    """Return scales in E4M3, the nearest codes, ties to the even one, and each group's squared error.
 
-    Steps are of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
+    Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6.
     """
     scales = scales.to(torch.float8_e4m3fn).float()
     # A group too small for any scale is a group of zeros.

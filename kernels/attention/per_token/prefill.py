@@ -5,7 +5,7 @@
     out     [T, H, D]      still rotated where the pages are; written if a tile says so
 
 The chunk's own tokens are already in their pages. A program handles up to 64 queries: all heads of a group
-for some tokens. It multiplies packed codes, like the decode kernel.
+for some tokens. Packed codes are multiplied directly, as in the decode kernel.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def _attend_tiles(
     block_table_ptr, tiles_ptr, sinks_ptr, out_ptr, scale_log2, softcap, window, table_stride,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """FORM.tokens tokens of a tile with one kv head's group of query heads."""
+    """Attend for FORM.tokens tokens of a tile with one kv head's group of query heads."""
     ROWS: tl.constexpr = FORM.tokens * FORM.group
     WIDTH: tl.constexpr = FORM.dim // 4
     STEP: tl.constexpr = FORM.dim // 16 if FORM.nvfp4 else WIDTH
@@ -121,7 +121,7 @@ def token_prefill(
     options: AttentionOptions,
     out: Tensor,
 ) -> None:
-    """Write the tiles' tokens of `out`; arguments as in the file's docstring."""
+    """Write the tiles' tokens of `out`; arguments are as in the file's docstring."""
     _, heads, dim = q.shape
     kv_heads, page = keys.words.shape[1:3]
     group = triton.next_power_of_2(heads // kv_heads)

@@ -39,13 +39,13 @@ class TokenPages:
 
 @triton.jit
 def _round(x):
-    """Half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
+    """Round half to even, as torch does: adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _store_int4(x, slot, mask, words_ptr, scales_ptr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """x fp32 [ROWS, D], read only if `mask` [ROWS] is true."""
+    """Load x fp32 [ROWS, D], only if `mask` [ROWS] is true."""
     zero = tl.min(x, axis=1).to(tl.float16)
     scale = tl.maximum((tl.max(x, axis=1) - tl.min(x, axis=1)) / 15.0, 5.9604645e-08).to(tl.float16)
     codes = _round((x - zero.to(tl.float32)[:, None]) / scale.to(tl.float32)[:, None])
@@ -65,7 +65,7 @@ def _store_words(codes, slot, mask, words_ptr, ROWS: tl.constexpr, DIM: tl.const
 
 @triton.jit
 def _rounded(groups, largest, TO: tl.constexpr):
-    """E4M3 scales under which the largest of each group of 16 is TO, as fp32; codes; squared errors."""
+    """Return fp32 E4M3 scales under which each group of 16's largest is TO; codes; squared errors."""
     scale = tl.minimum(largest / TO, 448.0).to(tl.float8e4nv).to(tl.float32)
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     # Steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
@@ -79,7 +79,7 @@ def _rounded(groups, largest, TO: tl.constexpr):
 
 @constexpr_function
 def _nibbles(top: int, shifts: tuple[int, ...]) -> int:
-    """The places, below bit `top`, of what the shifts of a word's four codes bring to it; four bits each."""
+    """Return the places, below bit `top`, of what shifts bring to a word's four codes; four bits each."""
     return sum((top - shift) << 4 * field for field, shift in enumerate(shifts))
 
 
@@ -116,7 +116,7 @@ def _store(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, NVFP4: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the keys and values of TOKENS tokens, for one kv head."""
+    """Store the keys and values of TOKENS tokens, for one kv head."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     ROWS: tl.constexpr = 2 * TOKENS
@@ -147,7 +147,7 @@ def _store(
 def _rotate_lines(
     from_ptr, to_ptr, num_lines, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr
 ):  # fmt: skip
-    """ROWS lines of D channels."""
+    """Quantize and store ROWS lines of D channels."""
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     keep = (line < num_lines)[:, None] & (at >= 0)
@@ -171,7 +171,7 @@ def store_tokens(
 
 
 def rotate_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [T, H, D], contiguous, rotated, in `dtype`."""
+    """Rotate x [T, H, D], contiguous, into `dtype`."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     lines, dim = x.shape[0] * x.shape[1], x.shape[2]
     _rotate_lines[(triton.cdiv(lines, 8),)](

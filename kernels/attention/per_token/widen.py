@@ -2,11 +2,11 @@
 Triton.
 
 Prefill attention reads a context once for every few tokens of a prompt, so codes are decoded here once.
-NVFP4's are decoded without the head's scale: so they are exact in 16 bits.
+NVFP4's codes are decoded without the head's scale, so they are exact in 16 bits.
 
     pages   int64 [n]   which pages
 
-Bytes a page: 2 * H_kv * page * D written.
+A page takes 2 * H_kv * page * D bytes written.
 """
 
 import torch
@@ -51,7 +51,7 @@ def _widen(
 
 
 def widen_tokens(stored: TokenPages, pages: Tensor) -> Tensor:
-    """The pages that `pages` names, in its order: fp16 [n, H_kv, page, D]."""
+    """Return the pages that `pages` names, in its order: fp16 [n, H_kv, page, D]."""
     _, kv_heads, page, width = stored.words.shape
     dim, tokens = 4 * width, min(page, TOKENS)
     wide = torch.empty((len(pages), kv_heads, page, dim), dtype=torch.float16, device=stored.words.device)

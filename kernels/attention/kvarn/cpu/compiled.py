@@ -1,7 +1,7 @@
 """The CPU kernels of KVarN, compiled for a model's dtype before anything is served.
 
-Not for the computation itself: `decode.py` and `pages.py`. Signatures are fixed, so nothing compiles later
-and any other arguments are an error. Compiled code is kept on disk, beside the source or in the user's cache
+The computation itself is in `decode.py` and `pages.py`. Signatures are fixed, so nothing compiles later and
+any other arguments are an error. Compiled code is kept on disk, beside the source or in the user's cache
 folder, whichever can be written to.
 """
 
@@ -27,7 +27,7 @@ Kernel = Callable[..., None]
 
 
 class Kernels(NamedTuple):
-    """The functions that these modules describe, compiled for one dtype of keys and values."""
+    """Functions that those modules describe, compiled for one dtype of keys and values."""
 
     decode: Kernel
     code_page: Kernel
@@ -61,7 +61,7 @@ def kernels(dtype: torch.dtype) -> Kernels:
 
 
 def numbers(x: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor as a flat array for kernels."""
+    """Return the memory of a contiguous tensor as a flat array for kernels."""
     return (x.view(AS_INTEGERS[x.dtype]) if x.dtype in AS_INTEGERS else x).numpy()
 
 

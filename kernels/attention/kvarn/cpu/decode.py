@@ -1,11 +1,11 @@
 """Decode attention over KVarN's pages on a CPU, with the new token stored first; in numba, without the GIL.
 
-Handles one request and kv head at a time: its first page and its last page uncoded, the pages between as
-codes. All query heads of the group are handled together, so a code is unpacked once, into a block of a few
-tokens in fp32 that stays in the nearest cache. The query is multiplied by the channels' scales and the
-probabilities by the tokens' scales (`../page.py`). The query is rotated once, and so is the result over coded
-pages. Sums have one order and do not depend on other requests: a token's bits follow from its own context
-alone.
+The kernel handles one request and kv head at a time: its first page and its last page uncoded, the pages
+between as codes. All query heads of the group are handled together, so a code is unpacked once, into a block
+of a few tokens in fp32 that stays in the nearest cache. The query is multiplied by the channels' scales and
+the probabilities by the tokens' scales (`../page.py`). The query is rotated once, and so is the result over
+coded pages. Sums have one order and do not depend on other requests: a token's bits follow from its own
+context alone.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,9 @@ LEAST_ROW = 4 * WIDTH
 
 
 class Queries(NamedTuple):
-    """The query heads of one token that share a kv head, with their intermediate results; all flat, fp32."""
+    """The query heads of one token that share a kv head, with their intermediate results; all are flat,
+    fp32.
+    """
 
     heads: int
     row: int
@@ -51,7 +53,9 @@ def _fill(block: Any, held: Any, at: int, count: int, dim: int, row: int) -> Non
 
 @njit(error_model="numpy")
 def score_block(queries: Any, query: Any, count: int, at: int) -> None:
-    """Scores at + t of the block's `count` tokens, four at once: a query is loaded once for them."""
+    """Compute scores at + t of the block's `count` tokens, four at once: a query is loaded once for all
+    four.
+    """
     row, block, scores = queries.row, queries.block, queries.scores
     for token in range(0, count, 4):
         for m in range(queries.heads):
@@ -90,7 +94,7 @@ def add_block(queries: Any, count: int, at: int, sums: Any) -> None:
 
 @njit(error_model="numpy")
 def _score_codes(queries: Any, pages: Any, page: int, head: int, at: int) -> None:
-    """Scores at + t of a coded page: ((q * k_scale) . codes + q . k_zero) * k_token."""
+    """Compute scores at + t of a coded page: ((q * k_scale) . codes + q . k_zero) * k_token."""
     dim, group, tile = pages.dim, pages.group, page * pages.heads + head
     scale, of_tokens = tile * 3 * dim, tile * 3 * group
     zeros = np.empty(queries.heads, np.float32)
@@ -138,7 +142,7 @@ def _add_codes(queries: Any, pages: Any, page: int, head: int, at: int, of_page:
 
 @njit(error_model="numpy")
 def soften(scores: Any, at: int, length: int, room: int, cap: Any, has_sink: bool, sink: Any) -> None:
-    """Softmax of scores[at : at + length]; the array is padded to whole vectors. cap: 0 for none"""
+    """Take the softmax of scores[at : at + length]; the array is padded to whole vectors. cap: 0 for none"""
     if cap > ZERO:
         for place in range(at, at + length):
             scores[place] = np.tanh(scores[place] / cap) * cap
@@ -168,7 +172,7 @@ def _attend(
     queries: Any, held: Any, begin: int, pages: Any, table: Any, length: int, head: int, cap: Any, sinks: Any,
     out: Any, at: int,
 ) -> None:  # fmt: skip
-    """Computes out[at :], flat, for one token at the end of its context.
+    """Compute out[at :], flat, for one token at the end of its context.
 
     held: flat; the first page's keys of this head begin at `begin`, its values a page of all heads later, and
     the own page's two later
@@ -211,7 +215,7 @@ def _attend(
 
 @njit(error_model="numpy")
 def _queries_of(query: Any, at: int, count: int, dim: int, length: int, group: int, scale: Any) -> Any:
-    """For a token whose context has `length` tokens: query[at :], flat, times scale."""
+    """Load query[at :], flat, times scale, for a token whose context has `length` tokens."""
     row, room = max(dim, LEAST_ROW), -(-length // WIDTH) * WIDTH
     plain, turned = np.zeros(count * row, np.float32), np.zeros(count * row, np.float32)
     for m in range(count):
@@ -227,7 +231,7 @@ def _queries_of(query: Any, at: int, count: int, dim: int, length: int, group: i
 
 
 def decode(sources: str) -> Callable[..., None]:
-    """sources: a digest of all source code that is compiled into it, as in `compiled.py`."""
+    """sources: a digest of all source code that is compiled into the kernel, as in `compiled.py`."""
 
     def decode(
         query: Any, key: Any, value: Any, out: Any, held: Any,

@@ -1,8 +1,8 @@
 """Sixteen fp32 numbers as one value inside numba's functions, for CPU kernels in explicit vectors.
 
-LLVM maps them to the CPU's registers: one with AVX-512, two with AVX2, four with NEON. Plain loops depend on
-LLVM's vectorizer instead, which made some of KVarN's loops ten times as slow. Imported only if a CPU serves
-KVarN: importing numba takes half a second.
+LLVM maps the lanes to the CPU's registers: one with AVX-512, two with AVX2, four with NEON. Plain loops
+depend on LLVM's vectorizer instead, which made some of KVarN's loops ten times as slow. This module is
+imported only if a CPU serves KVarN: importing numba takes half a second.
 """
 
 import operator
@@ -23,7 +23,7 @@ FROM_HALF = 2.0**112
 
 
 class _Lanes(types.Type):
-    """fp32 lanes, or int32 ones: words on their way to codes."""
+    """The type of fp32 lanes, or of int32 lanes: words on their way to codes."""
 
 
 LANES, WORDS = _Lanes("lanes"), _Lanes("word lanes")
@@ -36,7 +36,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """numba's own, whose result is called without the first parameter."""
+    """Call numba's own function, and its result without the first parameter."""
     return extending.intrinsic(function)
 
 
@@ -59,18 +59,20 @@ def _call(
 
 
 def _address(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, kind: ir.VectorType) -> Any:
-    """The address of element arguments[1] of the flat array arguments[0]."""
+    """Return the address of element arguments[1] of the flat array arguments[0]."""
     data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
     return builder.bitcast(builder.gep(data, [arguments[1]]), kind.as_pointer())
 
 
 def _shifted(builder: ir.IRBuilder, bits: ir.Value, by: int) -> ir.Value:
-    """Shifts to the left, or to the right if `by` is less than 0."""
+    """Shift to the left, or to the right if `by` is less than 0."""
     return (builder.shl if by > 0 else builder.lshr)(bits, _constant(INTS, abs(by)))
 
 
 def _rounded(builder: ir.IRBuilder, bits: ir.Value, lost: int) -> ir.Value:
-    """Bits of floats without the lowest `lost`, to nearest, of two to the even one."""
+    """Drop the lowest `lost` bits of floats' bits, to nearest, and of two equally near ones to the even
+    one.
+    """
     odd = builder.and_(_shifted(builder, bits, -lost), _constant(INTS, 1))
     return _shifted(builder, builder.add(builder.add(bits, odd), _constant(INTS, (1 << lost - 1) - 1)), -lost)
 
@@ -97,7 +99,7 @@ def _to_half(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 @intrinsic
 def load(typing: Any, array: Any, at: Any) -> Any:
-    """array[at : at + 16]: fp32, bfloat16 as int16 or fp16 as uint16."""
+    """Load array[at : at + 16]: fp32, bfloat16 as int16 or fp16 as uint16."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if array.dtype == types.float32:
@@ -113,7 +115,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
-    """array[at : at + 16] = lanes, rounded to nearest if the array has 16 bits."""
+    """Store lanes to array[at : at + 16], rounded to nearest if the array has 16 bits."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if array.dtype == types.float32:
@@ -131,7 +133,7 @@ def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
 
 @intrinsic
 def load_words(typing: Any, array: Any, at: Any) -> Any:
-    """array[at : at + 16] of int16 words, one word per lane."""
+    """Load array[at : at + 16] of int16 words, one word per lane."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         words = builder.load(_address(context, builder, signature, arguments, SHORTS), align=2)
@@ -142,7 +144,7 @@ def load_words(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def field(typing: Any, words: Any, shift: Any, mask: Any) -> Any:
-    """(words >> shift) & mask as fp32."""
+    """Return (words >> shift) & mask as fp32."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         by, kept = (_broadcast(builder, INTS, builder.trunc(argument, INT)) for argument in arguments[1:])
@@ -153,7 +155,7 @@ def field(typing: Any, words: Any, shift: Any, mask: Any) -> Any:
 
 @intrinsic
 def with_codes(typing: Any, words: Any, codes: Any, shift: Any) -> Any:
-    """words | codes << shift; codes are whole numbers, and the target bits must be 0."""
+    """Return words | codes << shift; codes are whole numbers, and the target bits must be 0."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         words, codes, shift = arguments
@@ -171,7 +173,7 @@ def no_words(typing: Any) -> Any:
 
 @intrinsic
 def store_words(typing: Any, array: Any, at: Any, words: Any) -> Any:
-    """array[at : at + 16] = words, int16."""
+    """Store words, int16, to array[at : at + 16]."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         address = _address(context, builder, signature, arguments, SHORTS)
@@ -183,7 +185,7 @@ def store_words(typing: Any, array: Any, at: Any, words: Any) -> Any:
 
 @intrinsic
 def splat(typing: Any, number: Any) -> Any:
-    """The number in all lanes."""
+    """Return the number in all lanes."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return _broadcast(builder, FLOATS, arguments[0])
@@ -193,7 +195,7 @@ def splat(typing: Any, number: Any) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once if the CPU can."""
+    """Return a * b + c, rounded once if the CPU can."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return _call(builder, f"llvm.fmuladd.v{WIDTH}f32", FLOATS, *arguments)
@@ -203,7 +205,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def total(typing: Any, lanes: Any) -> Any:
-    """Sum of all lanes, in an order that is always the same."""
+    """Return the sum of all lanes, in an order that is always the same."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         name, zero = f"llvm.vector.reduce.fadd.v{WIDTH}f32", ir.Constant(FLOAT, -0.0)
@@ -234,7 +236,7 @@ def smallest(typing: Any, lanes: Any) -> Any:
 
 @intrinsic
 def rotated(typing: Any, lanes: Any) -> Any:
-    """The lanes times a Hadamard matrix of ±1: a butterfly for each bit of a lane's index."""
+    """Multiply the lanes by a Hadamard matrix of ±1: a butterfly for each bit of a lane's index."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         (lanes,) = arguments
@@ -250,7 +252,9 @@ def rotated(typing: Any, lanes: Any) -> Any:
 
 @intrinsic
 def exponential(typing: Any, lanes: Any) -> Any:
-    """e to each lane, from -87 on; no lane is above 88. Computed as in Cephes: 2^n times a polynomial."""
+    """Return e to each lane, from -87 on; no lane is above 88. The result is computed as in Cephes: 2^n times
+    a polynomial.
+    """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         def times(a: ir.Value, b: ir.Value | float, c: ir.Value | float) -> ir.Value:
@@ -298,7 +302,7 @@ _operation(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b),
 
 @intrinsic
 def bits(typing: Any, number: Any) -> Any:
-    """An fp32 number's bits, int32."""
+    """Return an fp32 number's bits, int32."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.bitcast(arguments[0], INT)

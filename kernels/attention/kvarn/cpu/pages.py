@@ -1,6 +1,6 @@
 """KVarN's whole pages on a CPU, written from plain keys and values, and read back; in numba.
 
-Not for attention, which multiplies packed codes (`decode.py`, which also describes the arrays).
+Attention, which multiplies packed codes, is in `decode.py`, which also describes the arrays.
 """
 
 from collections.abc import Callable

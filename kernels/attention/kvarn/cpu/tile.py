@@ -55,7 +55,7 @@ class Pages(NamedTuple):
 
 @njit(error_model="numpy")
 def pages_of(key_words: Any, value_words: Any, channels: Any, tokens: Any) -> Any:
-    """The shapes of arrays [pages, H_kv, ...]: words int16, scales fp16 as uint16."""
+    """Return the shapes of arrays [pages, H_kv, ...]: words int16, scales fp16 as uint16."""
     _, heads, group, width = key_words.shape
     return Pages(
         key_words.reshape(-1),
@@ -71,21 +71,21 @@ def pages_of(key_words: Any, value_words: Any, channels: Any, tokens: Any) -> An
 
 @njit(error_model="numpy")
 def to_half(x: Any) -> Any:
-    """fp16 bits of an fp32 number, to nearest."""
+    """Return the fp16 bits of an fp32 number, rounded to nearest."""
     number = bits(min(abs(x), TOO_LARGE) * DOWN)
     return np.uint16(((number + 0xFFF + ((number >> 13) & 1)) >> 13) | ((bits(x) >> 16) & 0x8000))
 
 
 @njit(error_model="numpy")
 def of_half(half: Any) -> Any:
-    """The fp32 number of fp16 bits."""
+    """Return the fp32 number of fp16 bits."""
     number = of_bits(np.int32((half & 0x7FFF) << 13)) * UP
     return -number if half > 0x7FFF else number
 
 
 @njit(error_model="numpy")
 def rotate(x: Any, at: int, dim: int) -> None:
-    """x[at : at + dim] times H."""
+    """Multiply x[at : at + dim] by H."""
     scale = splat(ONE / np.float32(np.sqrt(dim)))
     for d in range(at, at + dim, WIDTH):
         store(x, d, rotated(load(x, d)) * scale)
@@ -101,7 +101,9 @@ def rotate(x: Any, at: int, dim: int) -> None:
 
 @njit(error_model="numpy")
 def widen(pages: Any, tile: int, of_keys: bool, first: int, count: int, x: Any, row: int) -> None:
-    """Codes of the tile's tokens first .. first + count, which are in one half of it; each has a row of x."""
+    """Write codes of the tile's tokens first .. first + count, which are in one half of it; each has a row of
+    x.
+    """
     words, bits = (pages.key_words, 4) if of_keys else (pages.value_words, pages.value_bits)
     group, width, mask, shift = pages.group, pages.dim // 4, (1 << bits) - 1, 0
     start = (tile * group * bits // 4 + first) * width
@@ -125,7 +127,7 @@ def widen(pages: Any, tile: int, of_keys: bool, first: int, count: int, x: Any, 
 
 @njit(error_model="numpy")
 def _by_token(x: Any, by: Any, std: Any) -> None:
-    """std [G] of a tile's tokens, its channels multiplied by `by` [D]."""
+    """Compute std [G] of a tile's tokens, with its channels multiplied by `by` [D]."""
     dim = len(by)
     for token in range(len(std)):
         sums = squares = splat(ZERO)
@@ -137,7 +139,7 @@ def _by_token(x: Any, by: Any, std: Any) -> None:
 
 @njit(error_model="numpy")
 def _by_channel(x: Any, by: Any, std: Any, squares: Any) -> None:
-    """std [D] of a tile's channels, its tokens multiplied by `by` [G]. squares: scratch [D]"""
+    """Compute std [D] of a tile's channels, with its tokens multiplied by `by` [G]. squares: scratch [D]"""
     dim, group = len(std), len(by)
     for d in range(0, dim, WIDTH):
         of_lane = of_squares = splat(ZERO)
@@ -158,7 +160,7 @@ def _std(sum_: Any, squares: Any, count: int) -> Any:
 
 @njit(error_model="numpy")
 def _even(by: Any, std: Any) -> None:
-    """Divisors' inverses a turn further; std: of the vectors without them."""
+    """Advance the inverses of the divisors by a turn; std: of the vectors without them."""
     for index in range(len(by)):
         scaled = min(max(std[index] * by[index], LOWEST_STD), HIGHEST_STD)
         by[index] = ONE / min(max(scaled / by[index], LEAST_SCALE), LARGEST_SCALE)
@@ -174,7 +176,7 @@ def _spread(std: Any, by: Any) -> Any:
 
 @njit(error_model="numpy")
 def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> None:
-    """Inverses of the scales that a tile is most even under; tokens_first: of the two sides in a turn."""
+    """Find inverses of the scales that make a tile most even; tokens_first: of the two sides in a turn."""
     group, dim = len(by_token), len(by_channel)
     of_tokens, of_channels = np.ones(group, np.float32), np.ones(dim, np.float32)
     std_token, std_channel = np.empty(group, np.float32), np.empty(dim, np.float32)
@@ -203,7 +205,7 @@ def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> No
 
 @njit(error_model="numpy")
 def _range_of_channels(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any) -> None:
-    """The least and the largest number of each channel, [D], once the tile is normalized; x becomes the
+    """Find the least and the largest number of each channel, [D], once the tile is normalized; x becomes the
     normalized tile.
     """
     dim = len(by_channel)
@@ -219,7 +221,7 @@ def _range_of_channels(x: Any, by_token: Any, by_channel: Any, low: Any, high: A
 
 @njit(error_model="numpy")
 def _range_of_tokens(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any) -> None:
-    """The least and the largest number of each token, [G], once the tile is normalized; x becomes the
+    """Find the least and the largest number of each token, [G], once the tile is normalized; x becomes the
     normalized tile.
     """
     dim = len(by_channel)
@@ -236,7 +238,7 @@ def _range_of_tokens(x: Any, by_token: Any, by_channel: Any, low: Any, high: Any
 def code_tile(
     x: Any, words: Any, at: int, bits: int, of_channels: bool, scales: Any, zeros: Any, others: Any
 ) -> None:
-    """Code a tile, in place of which its codes are left.
+    """Code a tile and leave the codes in place of the tile.
 
     of_channels: scale and zero belong to channels, else to tokens; `others` are the scales of the other side.
     """
