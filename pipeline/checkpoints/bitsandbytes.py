@@ -1,8 +1,9 @@
 """bitsandbytes: NF4 and FP4 codes in blocks of the flattened weight, and INT8 with one scale per row.
 
-At four bits `<module>.weight` is uint8 [N * K / 2, 1], the first code of a byte in its high nibble; with it
-are stored the `absmax` of each block, the `quant_map` of the sixteen values, and a JSON state. `absmax` may
-be quantized in its turn. At eight bits the weight is int8 [N, K], and `SCB` has each row's largest magnitude.
+At four bits `<module>.weight` is uint8 [N * K / 2, 1], or the same bytes in a wider dtype, and the first code
+of a byte is in its high nibble; with it are stored the `absmax` of each block, the `quant_map` of the sixteen
+values, and a JSON state. `absmax` may be quantized in its turn. At eight bits the weight is int8 [N, K], and
+`SCB` has each row's largest magnitude; it is decoded to the dtype of the 16-bit tensors beside it.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ METHOD = "bitsandbytes"
 STATE = ".quant_state.bitsandbytes__"
 BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 SCB, FORMAT = "SCB", "weight_format"
-LARGEST = 127
+PER_LARGEST = 1 / 127
+"""bitsandbytes multiplies by the reciprocal, which rounds otherwise than a division."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -84,7 +86,7 @@ class _FourBits:
     def __call__(self, start: int, stop: int) -> Tensor:
         """The decoded rows `start:stop`, [stop - start, K]."""
         first, last = start * self.k, stop * self.k
-        packed = self.codes.read().flatten()[first // 2 : last // 2]
+        packed = self.codes.read().flatten().view(torch.uint8)[first // 2 : last // 2]
         codes = torch.stack((packed >> 4, packed & 0xF), dim=-1).flatten()
         block = torch.arange(first, last) // int(self.state["blocksize"])
         values = self.parts["quant_map"].read().float()[codes.int()] * self._absmax()[block]
@@ -107,10 +109,13 @@ def _eight_bits(
     if codes is None or codes.dtype != torch.int8 or scales.shape != codes.shape[:1]:
         raise UserError(f"{source}: {scales.name} needs an int8 tensor {name} with as many rows")
 
+    halves = (torch.float16, torch.bfloat16)
+    dtype = next((info.dtype for info in tensors.values() if info.dtype in halves), torch.float16)
+
     def decode(start: int, stop: int) -> Tensor:
         rows = codes.read_rows(start, stop).float()
-        return (rows * scales.read_rows(start, stop).float().unsqueeze(1) / LARGEST).to(torch.float16)
+        return (rows * scales.read_rows(start, stop).float().unsqueeze(1) * PER_LARGEST).to(dtype)
 
     used = [codes, scales, *(tensors[n] for n in (f"{module}.{FORMAT}",) if n in tensors)]
-    weight = decoded(name, used, torch.float16, codes.shape, decode, f"{METHOD} INT8, a scale a row")
+    weight = decoded(name, used, dtype, codes.shape, decode, f"{METHOD} INT8, a scale a row")
     return weight, tuple(part.name for part in used)

@@ -149,7 +149,7 @@ def _spread_scale(
     """The scale factors of rows `start:stop`, in a shape that broadcasts over these rows."""
     block_n, block_k = _scale_blocks(checkpoint, info, scale)
     n, k = info.shape[-2], info.shape[-1]
-    factors = scale.read().float()
+    factors = _factors(scale)
     if factors.numel() == 1:
         return factors.view(1, 1)
     factors = factors.view(-1, -(-n // block_n), -(-k // block_k))[expert or 0]
@@ -157,3 +157,9 @@ def _spread_scale(
     return (
         factors[row_blocks].repeat_interleave(block_k, dim=1)[:, :k] if block_k < k else factors[row_blocks]
     )
+
+
+def _factors(scale: TensorInfo) -> Tensor:
+    """The scale's numbers in fp32. MXFP8 stores E8M0, exponents of two, as plain bytes."""
+    stored = scale.read()
+    return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()

@@ -73,7 +73,7 @@ def nf4_module(n: int, k: int, nested: bool) -> tuple[dict[str, Tensor], Tensor]
 
 def int8_module(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
     codes, largest = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) + 0.1
-    weight = (codes.float() * largest.unsqueeze(1) / 127).half()
+    weight = (codes.float() * largest.unsqueeze(1) * (1 / 127)).half()
     return {"weight": codes, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}, weight
 
 
