@@ -2,9 +2,10 @@
 
 For each distinct layer shape, speed is measured relative to the unquantized product, at every M of the gate.
 Layouts that are slower than the unquantized product by more than LOSS_BOUND at some M are excluded; of the
-others, the one with the highest geometric mean is chosen. If there is none, the layout that is least slow at
-its worst M is chosen, since the gate would decide by that M. Layouts within TIE_MARGIN of the best count as
-equal, and the first of them in the order of preference is taken, so that noise does not change the choice.
+others, the one with the highest geometric mean is chosen. If every layout is excluded, the layout that is
+least slow at its worst M is chosen, since the gate would decide by that M. Layouts within TIE_MARGIN of the
+best count as equal, and the first of them in the order of preference is taken, so that noise does not change
+the choice.
 
 On a GPU a layout may take SHAPE_SECONDS for one shape, and PREPARATION_SECONDS for all shapes together, to
 pack, compile and tune its kernels. A layout that takes longer is refused from that shape on, and the plan
@@ -44,12 +45,12 @@ CUDA_MS = (*DEFAULT_MS, 64, 128)
 
 
 def default_ms(device: torch.device) -> tuple[int, ...]:
-    """The Ms to time at unless the user names some: those of the gate."""
+    """Return the Ms to time at unless the user names some: those of the gate."""
     return CUDA_MS if device.type == "cuda" else DEFAULT_MS
 
 
 def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[int, ...]:
-    """The Ms asked for, or the device's defaults, ascending. UserError if an M is less than 1."""
+    """Return the Ms asked for, or the device's defaults, ascending. An M less than 1 raises UserError."""
     ms = tuple(sorted(set(asked or default_ms(device))))
     if ms[0] < 1:
         raise UserError(f"M={ms[0]}: M is a number of requests; give 1 or more")
@@ -57,9 +58,9 @@ def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[in
 
 
 def default_layout(problem: Problem) -> str:
-    """The first layout, in the order of preference, that serves the problem. Nothing is timed.
+    """Return the first layout, in the order of preference, that serves the problem. Nothing is timed.
 
-    UserError if there is none, as for formats without a batch-invariant kernel.
+    UserError is raised if there is none, as for formats without a batch-invariant kernel.
     """
     broken = []
     for name, layout in LAYOUTS.items():
@@ -73,14 +74,16 @@ def default_layout(problem: Problem) -> str:
 
 
 def forced_for(force: str | None, problem: Problem) -> str | None:
-    """`force` if it applies to the problem, else None: layouts are for dense layers or for experts."""
+    """Return `force` if it applies to the problem, else None: layouts are for dense layers or for experts."""
     if force is None or isinstance(LAYOUTS[force], ExpertsLayout) != (problem.experts is not None):
         return None
     return force
 
 
 def refuse_impossible(force: str, problems: Mapping[str, Problem]) -> None:
-    """UserError if `force` refuses a problem that it applies to, or applies to none of them."""
+    """UserError is raised if `force` refuses a problem that it applies to, or applies to none of the
+    problems.
+    """
     layout = LAYOUTS[force]
     meant = {
         module: problem for module, problem in problems.items() if forced_for(force, problem) is not None
@@ -99,7 +102,7 @@ def choose(
     fresh: bool = False,
     progress: bool = True,
 ) -> LayoutPlan:
-    """A layout for every distinct problem, chosen by timing all layouts that serve it.
+    """Choose a layout for every distinct problem by timing all layouts that serve it.
 
     problems: by module name, all on one device
     ms:       None takes `default_ms`
@@ -151,7 +154,7 @@ def choose(
 def pick(
     shape: str, modules: tuple[str, ...], found: ShapeMeasurements, force: str | None = None
 ) -> ShapeChoice:
-    """The choice for one shape from its measurements, by the rules at the head of this file."""
+    """Choose a layout for one shape from its measurements, by the rules at the head of this file."""
     measured = ShapeChoice(shape, "", modules, tuple(found.measurements), "", found.refusals)
     layouts = measured.measured_layouts
     if force is not None:
@@ -183,6 +186,6 @@ def _best(measured: ShapeChoice, layouts: Sequence[str]) -> tuple[str, str]:
 
 
 def _first_of_the_best(score: Mapping[str, float]) -> str:
-    """The first layout, in the order of preference, whose score is within TIE_MARGIN of the best."""
+    """Return the first layout, in the order of preference, whose score is within TIE_MARGIN of the best."""
     best = max(score.values())
     return next(name for name in LAYOUTS if score.get(name, 0.0) >= best * (1 - TIE_MARGIN))

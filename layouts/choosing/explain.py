@@ -1,6 +1,6 @@
 """Explains a slow plan: which shapes are below the floor, from which M, and which layout would not be.
 
-Reads a plan's measurements; times nothing.
+Only a plan's measurements are read; nothing is timed.
 """
 
 import math
@@ -42,18 +42,20 @@ class SlowShape:
 
 
 def explain_slow_layout(plan: LayoutPlan, floor: float) -> list[SlowShape]:
-    """The shapes whose picked layout is below `floor` × the unquantized product at some M, worst first."""
+    """Return the shapes whose picked layout is below `floor` × the unquantized product at some M, worst
+    first.
+    """
     slow = [found for choice in plan.choices if (found := _slow_shape(choice, floor)) is not None]
     return sorted(slow, key=lambda shape: shape.worst_ratio)
 
 
 def lowest_ratio(choice: ShapeChoice, layout: str) -> float:
-    """A layout's ratio at the M where it does worst."""
+    """Return a layout's ratio at the M where it does worst."""
     return min(measurement.ratio for measurement in choice.curve(layout).values())
 
 
 def mean_ratio(choice: ShapeChoice, layout: str) -> float:
-    """The geometric mean of a layout's ratio over the measured Ms."""
+    """Return the geometric mean of a layout's ratio over the measured Ms."""
     logs = [math.log(measurement.ratio) for measurement in choice.curve(layout).values()]
     return math.exp(sum(logs) / len(logs))
 

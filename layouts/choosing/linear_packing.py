@@ -1,6 +1,6 @@
 """Packs a model's unquantized linear layers: in batch-invariant layouts, or in the fastest ones.
 
-Not for quantized weights, which are packed while they are loaded.
+Quantized weights are packed while they are loaded instead.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ BUDGET = TimingBudget(samples=8, seconds=0.1)
 
 @torch.no_grad()
 def pack_linears(model: nn.Module, batch_invariance: BatchInvariance) -> int:
-    """Replace every plain `nn.Linear` without copying its weight; returns how many products were replaced.
+    """Replace every plain `nn.Linear` without copying its weight; return how many products were replaced.
 
     Merged layers still share one product.
     """
@@ -44,10 +44,10 @@ def pack_linears(model: nn.Module, batch_invariance: BatchInvariance) -> int:
 
 @torch.no_grad()
 def pack_fastest(model: nn.Module) -> dict[str, str]:
-    """Replace plain `nn.Linear`s for which another layout is faster than torch's; returns layouts by shape.
+    """Replace plain `nn.Linear`s for which another layout is faster than torch's; return layouts by shape.
 
-    All layers of one shape get one layout. It is chosen like any layout, by timing some of these layers. The
-    weight of a tied embedding stays, beside the packed one.
+    All layers of one shape get one layout. The layout is chosen like any other, by timing some of these
+    layers. The weight of a tied embedding stays, beside the packed one.
     """
     by_shape: dict[Problem, list[nn.Linear]] = {}
     places = _plain_linears(model)
@@ -97,7 +97,7 @@ def _packed(linear: nn.Linear, layout: str) -> QuantizedLinear:
 
 
 def _fastest(problem: Problem, linears: Sequence[nn.Linear]) -> str | None:
-    """The fastest layout for these layers; None if none is faster than torch's own product."""
+    """Return the fastest layout for these layers; None if none is faster than torch's own product."""
     torchs, *others = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
     if not others:
         return None
@@ -126,7 +126,7 @@ def _call(modules: Sequence[nn.Module], x: Tensor, copy: int) -> object:
 
 
 def _ready(layout: str, linears: Sequence[nn.Linear], x: Tensor) -> list[QuantizedLinear] | None:
-    """The layers packed in `layout`; None if the layout fails or multiplies wrongly on this device."""
+    """Return the layers packed in `layout`; None if the layout fails or multiplies wrongly on this device."""
     try:
         packed = [_packed(linear, layout) for linear in linears]
         y, expected = packed[0](x).float(), linears[0](x).float()

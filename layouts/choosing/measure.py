@@ -1,7 +1,8 @@
 """Times every layout on one problem; the choice is made from these figures.
 
-A layout is timed as a decode step calls it, a module on x [M, 1, K], against the unquantized module. Its
-result is checked in the same run: a kernel that is wrong on this device is refused, however fast.
+A layout is timed as a decode step calls it, a module on x [M, 1, K], against the unquantized module. The
+layout's result is checked in the same run: a kernel that is wrong on this device is refused, however fast it
+is.
 """
 
 import time
@@ -98,12 +99,13 @@ def measure(
 
 
 def copies_past_the_cache(problem: Problem, smallest_bytes: int) -> int:
-    """How many copies of the weight the calls use in turn; the same number for every contestant.
+    """Return how many copies of the weight the calls use in turn; the number is the same for every
+    contestant.
 
     A decode step goes through all layers of a model, so a weight is seldom in the nearest cache. On CUDA, the
     copies of the smallest packing take twice the L2 cache. On a CPU, they take more than the cores' own L2
-    caches but may fit in the last cache, as a small model does while it is served. At least one copy, and no
-    more than memory allows.
+    caches but may fit in the last cache, as a small model does while it is served. There is at least one
+    copy, and there are no more copies than memory allows.
     """
     experts = problem.experts.count if problem.experts else 1
     dense_bytes = experts * problem.n * problem.k * problem.dtype.itemsize
@@ -123,7 +125,9 @@ Prepared = tuple[PackedWeight | None, str | None]
 def _within(
     allowance: MutableMapping[str, float], longest: float, name: str, prepare: Callable[[], Prepared]
 ) -> Prepared:
-    """The result of `prepare`, or a refusal if it takes longer than the layout's remaining allowance."""
+    """Return the result of `prepare`, or a refusal if it takes longer than the layout's remaining
+    allowance.
+    """
     if name not in allowance:
         return prepare()
     late = None, "not ready in time here: it compiles or tunes for longer than a choice may take"
@@ -155,7 +159,9 @@ def _pack_and_check(layout: AnyLayout, subject: Subject, ms: Sequence[int]) -> P
 
 
 def _failed(error: Exception) -> str:
-    """The reason for refusing a layout whose kernel raised `error`, which third-party kernels may do."""
+    """Return the reason for refusing a layout whose kernel raised `error`, which third-party kernels may
+    do.
+    """
     message = str(error).splitlines() or [""]
     return f"failed here: {type(error).__name__}: {message[0][:200]}"
 

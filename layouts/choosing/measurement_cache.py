@@ -1,7 +1,7 @@
 """A cache of measurements on disk, so that a shape is timed only once on a device.
 
-It lies in `~/.cache/scalegate/layouts`, or in `layouts` of the directory in SCALEGATE_CACHE. A file that
-cannot be read is treated as missing. Deleting the directory is always safe.
+The cache lies in `~/.cache/scalegate/layouts`, or in `layouts` of the directory in SCALEGATE_CACHE. A file
+that cannot be read is treated as missing. Deleting the directory is always safe.
 """
 
 import hashlib
@@ -31,15 +31,17 @@ def cache_directory() -> Path:
 
 
 def cached(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> ShapeMeasurements | None:
-    """The measurements for exactly this problem, these Ms and layouts; None if they are not in the cache."""
+    """Return the measurements for exactly this problem, these Ms and layouts; None if they are not in the
+    cache.
+    """
     entry = _read(_path(problem, ms, layouts))
     return None if entry is None else entry[1]
 
 
 def cached_shapes(device: torch.device) -> dict[str, ShapeMeasurements]:
-    """All measurements that still hold on this device, of any model, by shape as plans write it.
+    """Return all measurements that still hold on this device, of any model, by shape as plans write it.
 
-    For a shape that was measured at several sets of Ms, those of the largest set.
+    A shape that was measured at several sets of Ms has the measurements of the largest set.
     """
     wanted = _machine(device)
     shapes: dict[str, ShapeMeasurements] = {}
@@ -54,7 +56,9 @@ def cached_shapes(device: torch.device) -> dict[str, ShapeMeasurements]:
 
 
 def store(problem: Problem, ms: Sequence[int], layouts: Sequence[str], found: ShapeMeasurements) -> None:
-    """Put `found` into the cache; if it cannot be written, it is skipped without an error."""
+    """Put `found` into the cache; if the cache cannot be written, nothing is stored and no error is
+    raised.
+    """
     try:
         write_json(_path(problem, ms, layouts), {"key": _key(problem, ms, layouts)} | asdict(found))
     except OSError:
@@ -62,7 +66,7 @@ def store(problem: Problem, ms: Sequence[int], layouts: Sequence[str], found: Sh
 
 
 def _read(path: Path) -> tuple[dict[str, Any], ShapeMeasurements] | None:
-    """The key and the measurements in a file of the cache; None if it cannot be read."""
+    """Return the key and the measurements in a file of the cache; None if the file cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         measurements = [Measurement(**fields) for fields in value["measurements"]]
@@ -81,7 +85,9 @@ def _key(problem: Problem, ms: Sequence[int], layouts: Sequence[str]) -> dict[st
 
 
 def _machine(device: torch.device) -> dict[str, object]:
-    """What a measurement depends on besides its shape. If any of this changes, the shape is timed again."""
+    """Return what a measurement depends on besides its shape. If any part of this key changes, the shape is
+    timed again.
+    """
     return {"device": device_name(device), "versions": kernel_versions(), "source": _own_source()}
 
 
@@ -91,7 +97,9 @@ def _own_source() -> str:
 
 
 def source_digest(root: Path) -> str:
-    """A digest of our layouts and kernels. It changes with every edit, unlike a version number."""
+    """Return a digest of our layouts and kernels. The digest changes with every edit, unlike a version
+    number.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for folder in _SOURCE_FOLDERS for path in (root / folder).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

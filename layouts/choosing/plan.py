@@ -1,6 +1,6 @@
 """The layout plan: which layout serves each distinct layer shape, and the measurements behind the choice.
 
-Plain data, written into `scalegate.json`. `choose.py` makes it.
+A plan is plain data, written into `scalegate.json`. `choose.py` makes it.
 """
 
 import platform
@@ -31,7 +31,7 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """How many times faster than the unquantized product; below 1 is slower."""
+        """Return how many times faster it is than the unquantized product; below 1 is slower."""
         return self.baseline_microseconds / self.microseconds
 
 
@@ -54,7 +54,7 @@ class KVMeasurement:
 
     @property
     def ratio(self) -> float:
-        """How many times faster than unquantized; below 1 is slower."""
+        """Return how many times faster it is than unquantized; below 1 is slower."""
         return self.baseline_microseconds / self.microseconds
 
     @property
@@ -82,7 +82,7 @@ class ShapeChoice:
     """Whether the user named the layout, whatever the measurements say."""
 
     def curve(self, layout: str) -> dict[int, Measurement]:
-        """The measurements of one layout by M, ascending; empty if it was not timed."""
+        """Return the measurements of one layout by M, ascending; empty if it was not timed."""
         by_m = {each.m: each for each in self.measurements if each.layout == layout}
         return dict(sorted(by_m.items()))
 
@@ -108,7 +108,7 @@ class LayoutPlan:
         return next((choice.layout for choice in self.choices if choice.shape == key), None)
 
     def fits(self, device: torch.device) -> bool:
-        """Whether the plan is for this kind of device. On a CPU, the number of threads does not matter.
+        """Say whether the plan is for this kind of device. On a CPU, the number of threads does not matter.
 
         Processes on one machine may have different numbers of threads, but must load an artifact in the same
         layouts.
@@ -118,7 +118,9 @@ class LayoutPlan:
         return self.device.rpartition(THREADS)[0] == _cpu_model()
 
     def covers(self, problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> bool:
-        """Whether each of these layers, by module name, was timed in its layout on this kind of device."""
+        """Say whether each of these layers, by module name, was timed in its layout on this kind of
+        device.
+        """
         timed = {choice.shape: choice.measured_layouts for choice in self.choices}
         return all(
             name in problems
@@ -128,7 +130,7 @@ class LayoutPlan:
         )
 
     def matches(self, device: torch.device, versions: Mapping[str, str] | None = None) -> bool:
-        """Whether the plan was made on this device with these versions; None: the installed ones."""
+        """Say whether the plan was made on this device with these versions; None: the installed versions."""
         versions = kernel_versions() if versions is None else versions
         return self.device == device_name(device) and self.versions == dict(versions)
 
@@ -154,7 +156,9 @@ class LayoutPlan:
         return cls(value["device"], dict(value["versions"]), choices, kv, left_out)
 
     def pays_from(self, kv_format: str, m: int) -> int | None:
-        """The context from which on `kv_format` is no slower than unquantized at M; None if it always is."""
+        """Return the context from which on `kv_format` is no slower than unquantized at M; None if it always
+        is slower.
+        """
         slower, pays = True, None
         for measurement in sorted(self.kv, key=lambda measurement: measurement.context):
             if (measurement.kv_format, measurement.m) != (kv_format, m):
@@ -167,13 +171,15 @@ class LayoutPlan:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as a plan records it: the GPU's product name, or the CPU's model and number of threads."""
+    """Return the device as a plan records it: the GPU's product name, or the CPU's model and number of
+    threads.
+    """
     threads = "" if device.type == "cuda" else f"{THREADS}{torch.get_num_threads()}"
     return device_model(device) + threads
 
 
 def device_model(device: torch.device) -> str:
-    """The GPU's product name, or the CPU's model. A plan is followed only on the same model."""
+    """Return the GPU's product name, or the CPU's model. A plan is followed only on the same model."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
 

@@ -31,21 +31,23 @@ class Subject(Protocol):
         ...
 
     def call(self, packed: Sequence[PackedWeight], m: int) -> Callable[[int], Tensor]:
-        """A function of i that multiplies once by the i-th copy of the packed weight → y [..., N]."""
+        """Return a function of i that multiplies once by the i-th copy of the packed weight and returns y
+        [..., N].
+        """
         ...
 
     def expected(self, m: int) -> Tensor:
-        """fp32 [rows, N]: the correct result of `call(packed, m)(0)`."""
+        """Return the correct result of `call(packed, m)(0)`, fp32 [rows, N]."""
         ...
 
     @property
     def draws(self) -> int:
-        """How many different inputs the calls use in turn."""
+        """Return how many different inputs the calls use in turn."""
         ...
 
 
 def subject_of(problem: Problem, most: int) -> Subject:
-    """Random weights and inputs for every M up to `most`, on the problem's device."""
+    """Make random weights and inputs for every M up to `most`, on the problem's device."""
     return _DenseSubject(problem, most) if problem.experts is None else _ExpertsSubject(problem, most)
 
 
@@ -120,10 +122,10 @@ class _ExpertsSubject:
 
 
 def baseline_layouts(problem: Problem) -> list[AnyLayout]:
-    """The layouts of the unquantized weight that a problem's layouts are compared with.
+    """Return the layouts of the unquantized weight that a problem's layouts are compared with.
 
-    A server on a CPU holds linear layers in the fastest one (`linear_packing.pack_fastest`), so all are timed
-    there. Elsewhere, and for experts, it is torch's own product.
+    A server on a CPU holds linear layers in the fastest layout (`linear_packing.pack_fastest`), so all are
+    timed on a CPU. On a GPU, and for experts, the only layout is torch's own product.
     """
     unquantized = replace(problem, spec=Unquantized(), batch_invariance="tuned")
     layouts = [layout for _, layout in LAYOUTS.items() if layout.refuses(unquantized) is None]
@@ -131,13 +133,13 @@ def baseline_layouts(problem: Problem) -> list[AnyLayout]:
 
 
 def _rounded(x: Tensor, problem: Problem) -> Tensor:
-    """The inputs x in fp32, rounded as the format requires."""
+    """Return the inputs x in fp32, rounded as the format requires."""
     input_format = dynamic_input(problem.spec)
     return x if input_format is None else input_format.round(x)
 
 
 def _module(packed: PackedWeight) -> nn.Module:
-    """The module that a model would have: torch's own for torch's own product."""
+    """Return the module that a model would have: torch's own for torch's own product."""
     if packed.layout != "torch_linear":
         return QuantizedLinear(packed, None)
     n, k = packed.shape

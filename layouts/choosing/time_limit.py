@@ -1,6 +1,7 @@
 """A time limit for third-party code, such as compilers and autotuners, that has none of its own.
 
-Works in the main thread only, and only between two calls into C; in other threads the code runs to its end.
+The limit works in the main thread only, and only between two calls into C; in other threads the code runs to
+its end.
 """
 
 import signal
@@ -12,8 +13,8 @@ from types import FrameType
 
 
 class OutOfTime(BaseException):
-    """The time limit was reached. Not an `Exception`, so a tuner that skips failing configurations lets it
-    pass."""
+    """The exception of a time limit that was reached. The class is not an `Exception`, so a tuner that skips
+    failing configurations lets it pass."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Times several ways of doing the same thing fairly: in turn, in one run, after a warm-up.
 
-On CUDA the calls run inside CUDA graphs, as in a decode step, and the result is the median. On a CPU it is
-the fastest sample, itself a mean over many calls: other processes can only add time, and on a busy machine
-they add it to most samples. Not for deciding anything by the results.
+On CUDA the calls run inside CUDA graphs, as in a decode step, and the result is the median. On a CPU the
+result is the fastest sample, itself a mean over many calls: other processes can only add time, and on a busy
+machine they add it to most samples. Deciding anything by the results is left to `choose.py`.
 """
 
 import statistics
@@ -39,9 +39,9 @@ def interleaved_microseconds(
     budget: TimingBudget,
     on_failure: Callable[[str, Exception], object] | None = None,
 ) -> dict[str, float]:
-    """Microseconds of one call of each contestant, all sampled in turn in one run.
+    """Return the microseconds of one call of each contestant, all sampled in turn in one run.
 
-    The others are compared with the first contestant. Every other round runs in reverse order, so that no
+    Every other contestant is compared with the first one. Every other round runs in reverse order, so that no
     contestant always follows the same one.
 
     on_failure: called for a contestant that raises in its warm-up; the others go on without it. If the first
@@ -85,7 +85,7 @@ class _CpuContestant:
         self.repeats = max(1, round(budget.sample_seconds / max(once, 1e-9)))
 
     def sample(self) -> float:
-        """Seconds of one call, averaged over the repeats."""
+        """Return the seconds of one call, averaged over the repeats."""
         call, copies, clock = self.call, self.copies, time.perf_counter
         start = clock()
         deadline = start + self.longest
@@ -98,7 +98,9 @@ class _CpuContestant:
 
 
 class _GraphContestant:
-    """A CUDA graph that runs the call on every copy of the weights in turn; a slow call only a few times."""
+    """A CUDA graph that runs the call on every copy of the weights in turn; a slow call runs only a few
+    times.
+    """
 
     MIN_CALLS = 16
     SLOW_CALLS = 8
@@ -132,7 +134,7 @@ class _GraphContestant:
         torch.cuda.synchronize()
 
     def sample(self) -> float:
-        """Seconds of one call, averaged over the graph."""
+        """Return the seconds of one call, averaged over the graph."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         self.graph.replay()

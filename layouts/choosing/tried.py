@@ -1,7 +1,6 @@
 """How we tried our own kernels on a kind of GPU: run, run through translation, or compiled only.
 
-Not for whether it runs on this machine, which `packing/trial.py` tries, nor for how fast it is
-(`measure.py`).
+`packing/trial.py` tries whether a kernel runs on this machine, and `measure.py` how fast it is.
 """
 
 from typing import Literal, Protocol, runtime_checkable
@@ -19,8 +18,8 @@ MARKS: dict[Tried | None, str] = {"compiled only": "†", "run through translati
 
 @runtime_checkable
 class OwnKernel(Protocol):
-    """A layout whose kernel is ours. A test compiles all that are offered on compute capability 8.0, 8.6,
-    8.9, 9.0, 10.0, 12.0 and 12.1."""
+    """A layout whose kernel is ours. A test compiles all layouts that are offered on compute capability 8.0,
+    8.6, 8.9, 9.0, 10.0, 12.0 and 12.1."""
 
     @property
     def run_on(self) -> tuple[tuple[int, int], ...]:
@@ -34,7 +33,7 @@ class OwnKernel(Protocol):
 
 
 def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
-    """How the layout's kernel was tried on GPUs of this compute capability; None if the kernel is not
+    """Return how the layout's kernel was tried on GPUs of this compute capability; None if the kernel is not
     ours."""
     if not isinstance(layout, OwnKernel):
         return None
@@ -44,17 +43,19 @@ def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
 
 
 def tried_on(layout: AnyLayout, device: torch.device) -> Tried | None:
-    """How the layout's kernel was tried on GPUs like `device`; None on a CPU."""
+    """Return how the layout's kernel was tried on GPUs like `device`; None on a CPU."""
     return tried(layout, torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
 def tried_of(plan: LayoutPlan, device: torch.device) -> dict[str, Tried]:
-    """The same for each layout of ours that a plan has measurements of."""
+    """Return how each layout of ours that a plan has measurements of was tried."""
     measured = dict.fromkeys(name for choice in plan.choices for name in choice.measured_layouts)
     return {name: how for name in measured if (how := tried_on(LAYOUTS[name], device)) is not None}
 
 
 def remark(layout: AnyLayout, device: torch.device) -> str:
-    """A remark to add to the reason for choosing a layout; empty if we ran its kernel on such a GPU."""
+    """Return a remark to add to the reason for choosing a layout; empty if we ran its kernel on such a
+    GPU.
+    """
     how = tried_on(layout, device)
     return "" if how in (None, "run") else f"; our kernel, {how} for such a GPU so far, was checked here"

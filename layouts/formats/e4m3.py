@@ -1,7 +1,7 @@
 """E4M3, the eight-bit float of FP8 formats, and inputs that are rounded to it token by token while serving.
 
-Three bits of mantissa, values to ±448, no infinity. Rounding errs by at most 2^-4 of a value, and by 2^-10
-times the scale among subnormals.
+A number has three bits of mantissa, values reach ±448, and there is no infinity. Rounding errs by at most
+2^-4 of a value, and by 2^-10 times the scale among subnormals.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class E4M3Input:
 
     Nothing is stored or calibrated (compressed-tensors: strategy `token` or `group`, `dynamic: true`).
 
-    group_size: consecutive inputs that share a scale; None for all of a token
+    group_size: consecutive inputs that share a scale; None for all inputs of a token
     """
 
     hardware: ClassVar[str] = "NVIDIA GPUs of compute capability 8.9 or higher"
@@ -33,7 +33,9 @@ class E4M3Input:
         return "FP8" if self.group_size is None else f"FP8, a scale for {self.group_size} inputs"
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., groups] that multiply them."""
+        """Return E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., groups] that multiply the
+        codes.
+        """
         groups = x.float().unflatten(-1, (-1, self.group_size or x.shape[-1]))
         # Torch multiplies by the reciprocal of a Python number on a GPU, which is another number.
         scale = groups.abs().amax(-1) / groups.new_full((), E4M3_MAX)

@@ -123,7 +123,7 @@ def to_rows(blocks: Tensor, n: int) -> Tensor:
 
 
 def to_blocks(rows: Tensor) -> Tensor:
-    """Inverse of `to_rows`, for a weight whose first row is the first row of a block."""
+    """Invert `to_rows`, for a weight whose first row is the first row of a block."""
     return rows[::BLOCK].contiguous()
 
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class InputFormat(Protocol):
-    """How a layer's input is rounded before the product. Frozen; two are equal if they round alike."""
+    """How a layer's input is rounded before the product. Input formats are frozen; two formats are equal if
+    they round alike.
+    """
 
     @property
     def label(self) -> str:
@@ -16,15 +18,17 @@ class InputFormat(Protocol):
 
     @property
     def hardware(self) -> str:
-        """What multiplies it, for people: `NVIDIA GPUs of compute capability 10.0 or higher`."""
+        """Return a text that says what hardware multiplies the format: `NVIDIA GPUs of compute capability
+        10.0 or higher`.
+        """
         ...
 
     def round(self, x: Tensor) -> Tensor:
-        """x [..., K] rounded to the nearest values of the format, in x's dtype."""
+        """Round x [..., K] to the nearest values of the format, in x's dtype."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The format's tensors by name."""
+        """Return the format's tensors by name."""
         ...
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self: ...
@@ -36,10 +40,10 @@ class RoundsInputs(Protocol):
 
     @property
     def dynamic_input(self) -> InputFormat | None:
-        """How the inputs are rounded; None if the parameters leave inputs unrounded."""
+        """Return how the inputs are rounded; None if the parameters leave inputs unrounded."""
         ...
 
 
 def dynamic_input(spec: Any) -> InputFormat | None:
-    """How a layer's input is rounded if its weight's spec alone decides it; else None."""
+    """Return how a layer's input is rounded if its weight's spec alone decides it; else None."""
     return spec.dynamic_input if isinstance(spec, RoundsInputs) else None

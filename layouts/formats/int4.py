@@ -80,7 +80,7 @@ class Int4:
         return self.group_size
 
     def groups(self, k: int) -> int:
-        """How many groups a row of `k` weights has."""
+        """Return how many groups a row of `k` weights has."""
         return k // self.group_size
 
     @property
@@ -95,8 +95,8 @@ class Int4:
         return None if size is None else replace(self, group_size=size)
 
     def beside_experts(self) -> "Int4":
-        """The same spec without zero points, which transformers does not read for experts, nor vLLM for
-        gpt-oss' experts.
+        """Return the same spec without zero points, which transformers does not read for experts, nor vLLM
+        for gpt-oss' experts.
         """
         return replace(self, symmetric=True) if self.has_integer_zero else self
 
@@ -105,8 +105,8 @@ class Int4:
         return 4 + (SCALE_BITS + zero) / self.group_size
 
     def nbytes(self, n: int, k: int) -> int:
-        """The size of the codes, and for each group of a two-byte scale and a zero point of at most one
-        byte."""
+        """Return the size of the codes, and for each group of a two-byte scale and a zero point of at most
+        one byte."""
         return n * k // 2 + 3 * n * k // self.group_size
 
     def random(self, n: int, k: int, device: torch.device) -> "Int4Weight":
@@ -153,12 +153,12 @@ class Int4Weight(Weight):
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes [..., K] of 0..15 → uint8 [..., K/2], the even k in the low nibble."""
+    """Pack uint8 codes [..., K] of 0..15 into uint8 [..., K/2], the even k in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., K/2] → uint8 codes [..., K]; inverse of `pack_nibbles`."""
+    """Unpack uint8 [..., K/2] to uint8 codes [..., K], as the inverse of `pack_nibbles`."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 

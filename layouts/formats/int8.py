@@ -20,7 +20,9 @@ SCALE_BITS = 16
 
 @dataclass(frozen=True)
 class Int8:
-    """INT8 with its parameter. Symmetric: with 256 levels, zero points would gain next to nothing."""
+    """INT8 with its parameter. Codes are symmetric: with 256 levels, zero points would gain next to
+    nothing.
+    """
 
     name: ClassVar[str] = "int8"
     shared: ClassVar[tuple[str, ...]] = ()
@@ -51,7 +53,7 @@ class Int8:
         return self.group_size if self.has_groups else WORD_CODES
 
     def groups(self, k: int) -> int:
-        """How many groups a row of `k` weights has."""
+        """Return how many groups a row of `k` weights has."""
         return k // self.group_size if self.has_groups else 1
 
     @property

@@ -21,7 +21,7 @@ BITS = (8 * BLOCK_WORDS * 4 * (SUPER_BLOCK // BLOCK) + 16) / SUPER_BLOCK
 
 @dataclass(frozen=True)
 class IQ2XXS:
-    """IQ2_XXS; it has no parameters."""
+    """The spec of IQ2_XXS, which has no parameters."""
 
     name: ClassVar[str] = "iq2-xxs"
     shared: ClassVar[tuple[str, ...]] = ()
@@ -68,7 +68,7 @@ class IQ2XXSWeight(Weight):
            even), then the block's scale s, 0..15
     scale: float16 [N, K/256]
 
-    The order of operations is ggml's: its fp32 values come out bit for bit.
+    The order of operations is ggml's, so the fp32 values equal ggml's bit for bit.
     """
 
     spec: IQ2XXS
@@ -87,28 +87,28 @@ class IQ2XXSWeight(Weight):
         return vectors.view(n, -1, BLOCK).mul_(self.scales_of_blocks().unsqueeze(-1)).view(n, k).to(dtype)
 
     def indices(self) -> Tensor:
-        """uint8 [N, K/32, 4]: the codebook index of each vector."""
+        """Return the codebook index of each vector, uint8 [N, K/32, 4]."""
         first = self.words.view(self.shape[0], -1, BLOCK_WORDS)[..., 0]
         return first.unsqueeze(-1).bitwise_right_shift(_shifts(8, first.device)).bitwise_and_(0xFF)
 
     def sign_patterns(self) -> Tensor:
-        """int32 [N, K/32, 4]: the seven stored signs of each vector."""
+        """Return the seven stored signs of each vector, int32 [N, K/32, 4]."""
         second = self.words.view(self.shape[0], -1, BLOCK_WORDS)[..., 1]
         shifts = _shifts(SIGN_BITS, second.device)
         return second.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(SIGN_PATTERNS - 1)
 
     def scales_of_blocks(self) -> Tensor:
-        """fp32 [N, K/32]: the factor of each block's codebook entries."""
+        """Return the factor of each block's codebook entries, fp32 [N, K/32]."""
         return (self.scale.float().unsqueeze(-1) * (self.block_scales().float() + 0.5) * 0.25).flatten(1)
 
     def block_scales(self) -> Tensor:
-        """int32 [N, K/256, 8]: each block's code of its scale, 0..15."""
+        """Return each block's code of its scale, 0..15, int32 [N, K/256, 8]."""
         second = self.words.view(*self.scale.shape, -1, BLOCK_WORDS)[..., 1]
         return (second >> (VECTORS * SIGN_BITS)) & (2**BLOCK_SCALE_BITS - 1)
 
 
 def pack_iq2_xxs(indices: Tensor, patterns: Tensor, block_scales: Tensor) -> Tensor:
-    """`words` int32 [N, K/16] of an IQ2XXSWeight.
+    """Return `words` int32 [N, K/16] of an IQ2XXSWeight.
 
     indices: [N, K/32, 4], 0..255;  patterns: [N, K/32, 4], 0..127;  block_scales: [N, K/32], 0..15
     """

@@ -17,7 +17,9 @@ E4M3_MAX, E4M3_SMALLEST = 448.0, 2.0**-9
 
 @dataclass(frozen=True)
 class NVFP4:
-    """NVFP4. All rows share its global scale, so weights can be merged only if theirs are equal."""
+    """NVFP4. All rows of an NVFP4 weight share one global scale, so weights can be merged only if their
+    global scales are equal.
+    """
 
     name: ClassVar[str] = "nvfp4"
     shared: ClassVar[tuple[str, ...]] = ("global_scale",)
@@ -96,8 +98,9 @@ class NVFP4Weight(Weight):
 class NVFP4Input:
     """Rounds the input of a linear layer to NVFP4, for checkpoints with NVFP4 on both sides (W4A4).
 
-    Each token gets its own scales, an E4M3 for 16 consecutive k; only the global scale is stored. This gives
-    W4A4's results without hardware that multiplies FP4: x is rounded to the values that it would be given.
+    Each token gets scales of its own, one E4M3 scale for 16 consecutive k; only the global scale is stored.
+    This gives W4A4's results without hardware that multiplies FP4: x is rounded to the values that such
+    hardware would be given.
 
     global_scale: fp32 scalar found by calibration, a multiplier (amax / 2688) or, with `divides`, a divisor
     divides:      use compressed-tensors' arithmetic instead of ModelOpt's. The two differ in last bits and in
@@ -112,7 +115,7 @@ class NVFP4Input:
     divides: bool
 
     def round(self, x: Tensor) -> Tensor:
-        """x [..., K] rounded to the nearest values of NVFP4, in x's dtype."""
+        """Round x [..., K] to the nearest values of NVFP4, in x's dtype."""
         groups = x.unflatten(-1, (-1, GROUP_SIZE))
         scales = self._scales(groups.abs().amax(-1, keepdim=True))
         # A group whose scale rounds to zero becomes zeros.
@@ -120,7 +123,7 @@ class NVFP4Input:
         return (_round_to_e2m1(codes) * scales).flatten(-2).to(x.dtype)
 
     def _scales(self, largest: Tensor) -> Tensor:
-        """The scale of each group, fp32, from its largest magnitude."""
+        """Return the scale of each group, fp32, from its largest magnitude."""
         if self.divides:
             wanted = self.global_scale * (largest / E2M1_MAX).float()
             return _as_e4m3(wanted) / self.global_scale
@@ -135,7 +138,9 @@ class NVFP4Input:
 
 
 def _from_e2m1(codes: Tensor) -> Tensor:
-    """fp32 values of uint8 codes. By arithmetic: a CUDA graph cannot copy a table from the host."""
+    """Return the fp32 values of uint8 codes. The values are computed by arithmetic, since a CUDA graph cannot
+    copy a table from the host.
+    """
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     quarters = torch.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent)
     return quarters.float() * 0.25 * (1.0 - 2.0 * (codes >> 3).float())
@@ -146,8 +151,8 @@ def _as_e4m3(x: Tensor) -> Tensor:
 
 
 def _round_to_e2m1(x: Tensor) -> Tensor:
-    """The nearest E2M1 value, ties to the even code. Values are 0.5 apart below 2, 1 apart below 4, then
-    2."""
+    """Return the nearest E2M1 value, ties to the even code. Values are 0.5 apart below 2, 1 apart from 2 to
+    4, and 2 apart above."""
     magnitude = x.abs().clamp(max=E2M1_MAX)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return (magnitude / spacing).round() * spacing * x.sign()

@@ -11,7 +11,7 @@ from .weight_format import WEIGHT_FORMATS, Weight
 
 @dataclass(frozen=True)
 class Unquantized:
-    """No quantization. It has no parameters: its dtype is that of the activations."""
+    """No quantization. The format has no parameters: its dtype is that of the activations."""
 
     name: ClassVar[str] = "unquantized"
     shared: ClassVar[tuple[str, ...]] = ()
@@ -33,7 +33,7 @@ class Unquantized:
         return self
 
     def bits_per_weight(self, n: int, k: int) -> float:
-        """16, since nearly all checkpoints are in 16 bits."""
+        """The size is 16 bits, since nearly all checkpoints are in 16 bits."""
         return 16.0
 
     def nbytes(self, n: int, k: int) -> int:

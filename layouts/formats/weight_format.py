@@ -1,7 +1,7 @@
 """What a weight format is: a spec with its parameters, and a weight with its tensors. No kernels.
 
-One file in this folder for each format; `all_formats.py` registers them. This file has the contract, and the
-slicing and merging of weights, which are the same for every format.
+There is one file in this folder for each format; `all_formats.py` registers the formats. This file has the
+contract, and the slicing and merging of weights, which are the same for every format.
 
 A format is two dataclasses. Its *spec* (`Int4(group_size=128)`) is hashable and holds the parameters that a
 recipe may set. Its *weight* holds the tensors of one linear layer; `dequantize()` defines what they mean.
@@ -22,7 +22,7 @@ class WeightFormat(Hashable, Protocol):
     """A spec: one format with its parameters, which are the fields of a frozen dataclass.
 
     Parameters are numbers, strings or flags with defaults, so that a recipe can set them by name and JSON can
-    hold them. `__post_init__` raises ValueError for an illegal one.
+    hold them. `__post_init__` raises ValueError for an illegal parameter.
     """
 
     name: ClassVar[str]
@@ -30,12 +30,12 @@ class WeightFormat(Hashable, Protocol):
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """Tensors of its weight that all rows share: weights merge along N only if these are equal."""
+        """Tensors of a weight that all rows share: weights merge along N only if these tensors are equal."""
         ...
 
     @property
     def label(self) -> str:
-        """The name that people read, with all parameters: `INT4 g128, zero points`."""
+        """The format's name that people read, with all parameters: `INT4 g128, zero points`."""
         ...
 
     @property
@@ -45,41 +45,43 @@ class WeightFormat(Hashable, Protocol):
 
     @property
     def column_multiple(self) -> int:
-        """K must be a multiple of this."""
+        """K must be a multiple of this number."""
         ...
 
     @property
     def weight_class(self) -> "type[Weight]":
-        """The class of its weights."""
+        """The class of the format's weights."""
         ...
 
     def refuses(self, n: int, k: int) -> str | None:
-        """None if a weight [n, k] can have this format, otherwise the reason in a few words."""
+        """Return None if a weight [n, k] can have this format, otherwise the reason in a few words."""
         ...
 
     def nearest(self, n: int, k: int) -> "WeightFormat | None":
-        """A spec of the same format that a weight [n, k] can have; None if there is none."""
+        """Return a spec of the same format that a weight [n, k] can have; None if there is none."""
         ...
 
     def beside_experts(self) -> "WeightFormat":
-        """The spec of the same format that other readers support in a model with quantized experts."""
+        """Return the spec of the same format that other readers support in a model with quantized experts."""
         ...
 
     def bits_per_weight(self, n: int, k: int) -> float:
-        """The bits per weight of an [n, k] weight, scales and zero points included."""
+        """Return the bits per weight of an [n, k] weight, scales and zero points included."""
         ...
 
     def nbytes(self, n: int, k: int) -> int:
-        """About how many bytes a weight [n, k] takes in a checkpoint, for dividing it into files."""
+        """Return about how many bytes a weight [n, k] takes in a checkpoint, for dividing a checkpoint into
+        files.
+        """
         ...
 
     def random(self, n: int, k: int, device: torch.device) -> "Weight":
-        """A weight for timing: uniform codes, values about as large as those of a trained weight."""
+        """Make a weight for timing: uniform codes, values about as large as those of a trained weight."""
         ...
 
     @classmethod
     def variants(cls) -> "Sequence[WeightFormat]":
-        """The commonly released specs, which `doctor` asks layouts about."""
+        """Return the commonly released specs, which `doctor` asks layouts about."""
         ...
 
 
@@ -88,8 +90,8 @@ class Weight(ABC):
     """The base of weights: a linear layer's weight [N, K] in a format's own numbers.
 
     A subclass adds the tensors. Each tensor has N rows, and its columns are one or proportional to K, except
-    for the tensors named in the spec's `shared`, which belong to the whole weight. The functions here rely on
-    this to slice and merge weights of any format.
+    for the tensors named in the spec's `shared`, which belong to the whole weight. The functions below rely
+    on these sizes to slice and merge weights of any format.
     """
 
     spec: Any
@@ -102,21 +104,21 @@ class Weight(ABC):
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weight [N, K] in `dtype`, computed in fp32 and rounded once. This defines the format."""
+        """Return the weight [N, K] in `dtype`, computed in fp32 and rounded once. This defines the format."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weight's tensors by name."""
+        """Return the weight's tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """A weight of the same spec with the given tensors."""
+        """Return a weight of the same spec with the given tensors."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str) -> Self:
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def rows(self, start: int, stop: int) -> Self:
-        """Rows `start:stop`, a slice along N."""
+        """Return rows `start:stop`, a slice along N."""
         shared = self.spec.shared
         return self.with_tensors(
             {name: t if name in shared else t[start:stop] for name, t in self.tensors().items()}
@@ -127,7 +129,7 @@ AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 
 def merge_rows(weights: Sequence[AnyWeight]) -> AnyWeight | None:
-    """One weight with all rows of the given weights in order; None if their specs or shared tensors
+    """Return one weight with all rows of the given weights in order; None if their specs or shared tensors
     differ."""
     first = weights[0]
     if any(weight.spec != first.spec or weight.shape[1] != first.shape[1] for weight in weights):
@@ -157,12 +159,14 @@ def rows_by_turns(weight: AnyWeight, parts: int) -> AnyWeight:
 
 
 def weight_of(spec: WeightFormat, tensors: Mapping[str, Tensor]) -> Weight:
-    """The weight with these tensors; inverse of `Weight.tensors`."""
+    """Return the weight with these tensors, as the inverse of `Weight.tensors`."""
     return spec.weight_class(spec, **tensors)
 
 
 def rows_together(spec: Any) -> int:
-    """How many consecutive rows share scales in a weight of `spec`; so many rows are quantized at a time."""
+    """Return how many consecutive rows share scales in a weight of `spec`; so many rows are quantized at a
+    time.
+    """
     return getattr(spec, "rows_together", 1)
 
 
@@ -170,22 +174,22 @@ WEIGHT_FORMATS: Registry[type[WeightFormat]] = Registry("weight format")
 
 
 def parameter_names(cls: type[WeightFormat]) -> list[str]:
-    """The parameters of a format that a recipe may set."""
+    """Return the parameters of a format that a recipe may set."""
     return [field.name for field in fields(cls)]  # type: ignore[arg-type]
 
 
 def parameters(spec: WeightFormat) -> dict[str, Any]:
-    """A spec's parameters by name, as a recipe sets them."""
+    """Return a spec's parameters by name, as a recipe sets them."""
     return {field.name: getattr(spec, field.name) for field in fields(spec)}  # type: ignore[arg-type]
 
 
 def spec_to_json(spec: WeightFormat) -> dict[str, Any]:
-    """`{"format": "int4", "group_size": 128, ...}`."""
+    """Return the spec as JSON, like `{"format": "int4", "group_size": 128, ...}`."""
     return {"format": spec.name} | parameters(spec)
 
 
 def spec_from_json(value: Mapping[str, Any]) -> WeightFormat:
-    """Inverse of `spec_to_json`. UserError for an unknown format, ValueError for illegal parameters."""
+    """Inverse of `spec_to_json`. An unknown format raises UserError, illegal parameters ValueError."""
     given = dict(value)
     cls = WEIGHT_FORMATS[given.pop("format")]
     try:

@@ -1,8 +1,8 @@
 """Chunked attention as in Llama 4: a query sees only the keys of its own chunk of the context.
 
 A chunk is served as a context of its own: with the pages that hold it, and positions that count from its
-first token. So every KV format and every kernel serves it as plain attention. Not for prefill chunks, the
-pieces in which a scheduler computes a prompt.
+first token. So every KV format and every kernel serves a chunk as plain attention. A scheduler's prefill
+chunks, the pieces in which a prompt is computed, are something else.
 
 With chunks of 4 tokens, a prefill chunk of tokens 2 .. 9 becomes three contexts, of which these are computed:
 
@@ -54,14 +54,14 @@ class ChunkedLayerKV:
 
 @dataclass
 class _Step:
-    """The metadata of the step that runs, as its first layer has rewritten it."""
+    """Return the metadata of the step that runs, as its first layer has rewritten it."""
 
     metadata: AttentionMetadata | None = None
     has_layers: bool = False
 
 
 def refuse_chunk(chunk: int, page_size: int, device: torch.device) -> None:
-    """UserError if attention in chunks of so many tokens is not supported."""
+    """Raise UserError if attention in chunks of so many tokens is not supported."""
     least = TILE if device.type == "cuda" else 1
     if chunk < least or chunk % page_size:
         raise UserError(
@@ -72,7 +72,7 @@ def refuse_chunk(chunk: int, page_size: int, device: torch.device) -> None:
 
 
 def tensors_in_chunks(metadata: AttentionMetadata, chunk: int) -> AttentionMetadata:
-    """The step with each chunk of a context as a context of its own, as kernels read it."""
+    """Return the step with each chunk of a context as a context of its own, as kernels read it."""
     lengths = metadata.decode_seq_lens
     pages = chunk // metadata.page_size
     table = _pages_from(metadata.block_table, (lengths - 1).clamp(min=0) // chunk * pages, pages)
@@ -92,7 +92,7 @@ def tensors_in_chunks(metadata: AttentionMetadata, chunk: int) -> AttentionMetad
 
 
 def host_in_chunks(metadata: AttentionMetadata, chunk: int) -> AttentionMetadata:
-    """The same step for layers on the CPU, in host memory."""
+    """Return the same step for layers on the CPU, in host memory."""
     if metadata.host is None:
         raise TypeError("chunks on the CPU take metadata in host memory")
     return replace(metadata, host=_host_in_chunks(metadata.host, chunk))
@@ -123,16 +123,18 @@ def _host_in_chunks(host: HostMetadata, chunk: int) -> HostMetadata:
 
 
 def _length_in_chunk(lengths: Tensor, chunk: int) -> Tensor:
-    """Number of tokens in a context's last chunk; 0 for an empty context."""
+    """Return the number of tokens in a context's last chunk; 0 for an empty context."""
     return torch.where(lengths > 0, (lengths - 1) % chunk + 1, lengths)
 
 
 def _tiles_in_chunks(
     tiles: Tensor, block_table: Tensor, chunk: int, pages: int, first_row: int
 ) -> tuple[Tensor, Tensor]:
-    """Each tile [first token, tokens, position, row] as two: up to the next chunk, and from there.
+    """Cut each tile [first token, tokens, position, row] in two: up to the next chunk, and from the next
+    chunk on.
 
-    Returns them, and a block table with a row for each; they are the step's rows from `first_row` on.
+    The function returns the tiles, and a block table with a row for each tile; the tiles are the step's rows
+    from `first_row` on.
     """
     first, count, position, row = tiles.unbind(1)
     at = position.clamp(min=0)
@@ -150,6 +152,6 @@ def _tiles_in_chunks(
 
 
 def _pages_from(block_table: Tensor, start: Tensor, pages: int) -> Tensor:
-    """Columns start .. start + pages of each row; any page after the row's last column."""
+    """Return columns start .. start + pages of each row, with any page after the row's last column."""
     columns = start.long()[:, None] + torch.arange(pages, device=block_table.device)
     return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))

@@ -1,6 +1,6 @@
 """Attention metadata: which request each token of a step belongs to, and where its keys and values lie.
 
-One type for CPU and GPU, decode and prefill. A mixed batch holds decoding requests first, with one query
+CPU and GPU, decode and prefill share one type. A mixed batch holds decoding requests first, with one query
 token each, then prefill chunks, then padding; decode-only and prefill-only batches are special cases of it.
 """
 
@@ -30,7 +30,7 @@ class RequestTokens:
 
 @dataclass(frozen=True, eq=False)
 class HostMetadata:
-    """The metadata in host memory. Its arrays are overwritten when the step after the next one is staged."""
+    """The metadata in host memory. The arrays are overwritten when the step after the next one is staged."""
 
     num_decodes: int
     """Number of decoding requests, which have one query token each and come first in the step."""
@@ -49,7 +49,9 @@ class HostMetadata:
     page_size: int
 
     def requests(self, first: int = 0) -> Iterator[RequestTokens]:
-        """Each request from the `first`-th on, without padding; from `num_decodes` on, prefill chunks."""
+        """Yield each request from the `first`-th on, without padding; requests from `num_decodes` on are
+        prefill chunks.
+        """
         for index in range(first, self.num_decodes + self.num_prefills):
             begin, end = int(self.query_start_loc[index]), int(self.query_start_loc[index + 1])
             seq_len = int(self.seq_lens[index])

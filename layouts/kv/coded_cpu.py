@@ -1,6 +1,6 @@
 """KV pages with fewer than eight bits on the CPU, for formats that quantize each token by itself.
 
-Not for formats that quantize whole pages; KVarN's are in `kvarn/cpu.py`.
+Formats that quantize whole pages are elsewhere: KVarN's are in `kvarn/cpu.py`.
 """
 
 from dataclasses import replace
@@ -23,16 +23,18 @@ class TokenCode(Protocol):
 
     @property
     def dim(self) -> int:
-        """Number of channels stored per head: a power of two, to which heads are padded."""
+        """The number of channels stored per head: a power of two, to which heads are padded."""
 
     def allocate(self, pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-        """Storage for (pages, P, H_kv) on the CPU, (pages, H_kv, P) on CUDA; its content is finite."""
+        """Allocate storage for (pages, P, H_kv) on the CPU, or (pages, H_kv, P) on CUDA; its content is
+        finite.
+        """
 
     def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [T, H_kv, dim] → the parts that are stored, [T, H_kv, ...]."""
+        """Quantize x [T, H_kv, dim] to the parts that are stored, [T, H_kv, ...]."""
 
     def dequantize(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """Parts [..., H_kv, ...] → fp32 [..., H_kv, dim]."""
+        """Dequantize parts [..., H_kv, ...] to fp32 [..., H_kv, dim]."""
 
 
 class CodedCpuLayerKV:
@@ -90,7 +92,7 @@ class CodedCpuLayerKV:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """E4M3 viewed as bytes, since torch cannot copy E4M3 by index."""
+    """View E4M3 as bytes, since torch cannot copy E4M3 by index."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

@@ -64,8 +64,8 @@ def _prompts(host: HostMetadata, window: int | None, like: Tensor) -> list[Token
 
 
 def _one_by_one(host: HostMetadata, window: int | None, like: Tensor) -> list[TokenGroup]:
-    """A group for each token: the shape of torch's product then depends only on the length of the token's
-    context, not on whether the token belongs to a prompt or was decoded."""
+    """Return a group for each token: the shape of torch's product then depends only on the length of the
+    token's context, not on whether the token belongs to a prompt or was decoded."""
     return [
         reference.prefill_group(
             request.first_token + index,
@@ -125,7 +125,7 @@ class CpuLayerKV:
         options: AttentionOptions,
         tokens: slice,
     ) -> Tensor:
-        """The output of `tokens`, which are all tokens without padding, or prompt tokens only."""
+        """Return the output of `tokens`, which are all tokens without padding, or prompt tokens only."""
         stored, slots = self.stored, metadata.slot_mapping[tokens]
         reference.append(stored.key_pages, key[tokens], slots, stored.key_scale)
         reference.append(stored.value_pages, value[tokens], slots, stored.value_scale)
@@ -153,7 +153,7 @@ class _Decoder:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, host: HostMetadata, options: AttentionOptions
     ) -> Tensor:
-        """Attends for one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
+        """Attend for one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
         count, units, numbers = len(query), len(query) * self._heads, self._numbers
         output = query.new_empty(count, query.shape[1], self._value_dim)
         lengths = host.seq_lens[:count]
@@ -174,7 +174,9 @@ class _Decoder:
 
 
 def _decoder(stored: StoredPages, workspaces: Workspaces) -> _Decoder | None:
-    """None if the reference has to decode: numbers of eight bits, or heads that the kernel does not take."""
+    """Return None if the reference has to decode: numbers of eight bits, or heads that the kernel does not
+    take.
+    """
     key_pages, value_pages = stored.key_pages, stored.value_pages
     dims = key_pages.shape[3], value_pages.shape[3]
     if stored.key_scale is not None or key_pages.dtype not in DECODED or any(dim % 16 for dim in dims):
@@ -183,13 +185,13 @@ def _decoder(stored: StoredPages, workspaces: Workspaces) -> _Decoder | None:
 
 
 def with_padding(output: Tensor, padded: int) -> Tensor:
-    """output [T, H, D], padded with rows of zeros to `padded` tokens."""
+    """Pad the output [T, H, D] with rows of zeros to `padded` tokens."""
     padding = padded - len(output)
     return torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
 
 
 def on_host(metadata: AttentionMetadata) -> HostMetadata:
-    """The metadata in host memory, which every step on the CPU has."""
+    """Return the metadata in host memory, which every step on the CPU has."""
     if metadata.host is None:
         raise TypeError("pages on the CPU take metadata in host memory")
     return metadata.host

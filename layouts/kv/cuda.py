@@ -1,6 +1,6 @@
 """KV pages on a GPU, stored and read by Triton kernels.
 
-Not for the CPU (`cpu.py`).
+The CPU's pages are in `cpu.py`.
 
 Pages are [P, H_kv, page, D], so that a head's tokens are contiguous: a page of 64 tokens with 128 channels is
 16 KB in bf16.
@@ -35,7 +35,9 @@ class PrefillPages:
         self._on_device: tuple[Tensor, Tensor] | None = None
 
     def of(self, host: HostMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The chunks' pages, int64 [P], and a block table, int32 [R, W], of indices into them."""
+        """Return the chunks' pages, int64 [P], and a block table, int32 [R, W], of indices into these
+        pages.
+        """
         if self._on_device is None or host is not self._host:
             # A step of padding alone, as warm-up has it, reads a page as well: the one that is nobody's.
             pages = [chunk.pages for chunk in host.requests(host.num_decodes)] or [np.zeros(1, np.int32)]
@@ -95,7 +97,9 @@ class CudaLayerKV:
     def _decode(
         self, query: Tensor, metadata: AttentionMetadata, output: Tensor, options: AttentionOptions
     ) -> None:
-        """Writes zeros for requests that do not decode; prefill attention overwrites its own rows later."""
+        """Zeros are written for requests that do not decode; prefill attention overwrites its own rows
+        later.
+        """
         lengths = metadata.decode_seq_lens
         rows = min(len(query), len(lengths))
         pages = self.key_pages, self.value_pages, metadata.block_table
@@ -139,7 +143,7 @@ class CudaLayerKV:
 
 
 def refuse_without_e4m3(device: torch.device, name: str, instead: str) -> None:
-    """UserError if a KV format needs instructions for E4M3 that the GPU does not have."""
+    """Raise UserError if a KV format needs instructions for E4M3 that the GPU does not have."""
     if device.type == "cuda" and compute_capability(device) < E4M3_FROM:
         raise UserError(
             f"{name} keys and values need a GPU of compute capability {E4M3_FROM[0]}.{E4M3_FROM[1]} or "
@@ -148,7 +152,7 @@ def refuse_without_e4m3(device: torch.device, name: str, instead: str) -> None:
 
 
 def refuse_page_size(page_size: int) -> None:
-    """UserError if the kernels do not support pages of so many tokens."""
+    """Raise UserError if the kernels do not support pages of so many tokens."""
     if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
         raise UserError(
             f"pages of {page_size} tokens are not served on a GPU; "

@@ -1,6 +1,6 @@
 """What a KV format is, and the registry of KV formats.
 
-Not for which request owns which page; that is the engine's KV pool.
+The engine's KV pool decides which request owns which page.
 """
 
 from typing import Protocol, runtime_checkable
@@ -21,11 +21,11 @@ class KVFormat(Protocol):
     """How keys and values are stored: in a request's pages, and in its own row while it runs."""
 
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:
-        """The size of a page of `page_size` tokens in one layer."""
+        """Return the size of a page of `page_size` tokens in one layer."""
 
     def bytes_per_request(self, shape: KVShape) -> int:
-        """Bytes that one layer stores for each row besides pages: tokens that are not quantized yet, or
-        never."""
+        """Return the bytes that one layer stores for each row besides pages: tokens that are not quantized
+        yet, or never."""
 
     def page_size(self, device: torch.device) -> int:
         """Number of tokens in a page, unless the engine's options set another."""
@@ -38,7 +38,8 @@ class KVFormat(Protocol):
         scales: KVScales | None,
         workspaces: Workspaces,
     ) -> LayerKV:
-        """Storage for one layer. Its initial content must be finite, since masked keys are still multiplied.
+        """Storage for one layer. The storage's initial content must be finite, since masked keys are still
+        multiplied.
 
         scales: the checkpoint's, if it has any. workspaces: scratch memory shared with other layers
         """
@@ -50,7 +51,9 @@ class ScaledKVFormat(KVFormat, Protocol):
 
     @property
     def largest(self) -> float | None:
-        """The largest magnitude that it can store at a scale of 1; None if it has no fixed scales."""
+        """Return the largest magnitude that the format can store at a scale of 1; None if it has no fixed
+        scales.
+        """
 
 
 @runtime_checkable
@@ -71,11 +74,11 @@ class InvariantKVFormat(KVFormat, Protocol):
     """A format whose attention can be batch-invariant."""
 
     def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
-        """The modes that the format supports on this kind of device, including `tuned`."""
+        """Return the modes that the format supports on this kind of device, including `tuned`."""
 
 
 def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.device) -> None:
-    """UserError if the KV format `name` does not support the mode on this device."""
+    """Raise UserError if the KV format `name` does not support the mode on this device."""
 
     def keeps(kv_format: KVFormat) -> bool:
         kept = kv_format.invariance_modes(device) if isinstance(kv_format, InvariantKVFormat) else ("tuned",)
@@ -90,7 +93,9 @@ def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.dev
 
 
 def largest_of(kv_format: KVFormat) -> float | None:
-    """The largest magnitude that `kv_format` stores at a scale of 1; None if it has no fixed scales."""
+    """Return the largest magnitude that `kv_format` stores at a scale of 1; None if it has no fixed
+    scales.
+    """
     return kv_format.largest if isinstance(kv_format, ScaledKVFormat) else None
 
 

@@ -26,7 +26,7 @@ SCALES_PER_TOKEN = 2
 
 @dataclass(frozen=True)
 class Int4Code:
-    """Keys or values of `dim` channels in four bits. Its parts are words, int16, and scales, fp16."""
+    """Keys or values of `dim` channels in four bits. The stored parts are words, int16, and scales, fp16."""
 
     dim: int
 
@@ -46,8 +46,8 @@ class Int4Code:
 class Int4PerTokenHead(PerTokenFormat):
     """Keys and values in four bits, each token and head by itself.
 
-    They are multiplied by a Hadamard matrix first: otherwise a few large channels would cost the others their
-    precision.
+    Keys and values are multiplied by a Hadamard matrix first: otherwise a few large channels would cost the
+    others their precision.
     """
 
     def bytes_per_page(self, shape: KVShape, page_size: int) -> int:

@@ -1,6 +1,6 @@
 """What a layer's storage of keys and values is, for any KV format: its contract, and its sizes.
 
-Not for particular formats; `format.py` registers those.
+`format.py` registers the particular formats.
 """
 
 from collections.abc import Callable, Hashable
@@ -38,12 +38,12 @@ class KVShape:
     """How many keys a query of this layer sees; None if it sees all."""
 
     def on(self, device: torch.device) -> "KVShape":
-        """The shape as stored on `device`. GPU kernels need one power of two for keys and values: DeepSeek's
-        192 and 128 become 256 each."""
+        """Return the shape as stored on `device`. GPU kernels need one power of two for keys and values:
+        DeepSeek's 192 and 128 become 256 each."""
         return self.padded() if device.type == "cuda" else self
 
     def padded(self) -> "KVShape":
-        """The shape with keys and values padded to one power of two, as kernels and rotations need."""
+        """Return the shape with keys and values padded to one power of two, as kernels and rotations need."""
         dim = 1 << (max(self.key_dim, self.value_dim, LEAST_GPU_DIM) - 1).bit_length()
         return replace(self, key_dim=dim, value_dim=dim)
 
@@ -59,7 +59,7 @@ class KVScales:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """The size of every layer's storage."""
+    """Return the size of every layer's storage."""
 
     num_pages: int
     page_size: int
@@ -85,7 +85,9 @@ class PerTokenFormat:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no CPU memory until they are written: torch.zeros writes every byte, calloc none."""
+    """Return zeros that take no CPU memory until they are written: torch.zeros writes every byte, calloc
+    none.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
@@ -93,17 +95,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def widened(x: Tensor, head_dim: int) -> Tensor:
-    """x [T, H, D] padded with zeros to [T, H, head_dim]: they add nothing to a product."""
+    """Pad x [T, H, D] with zeros to [T, H, head_dim]: zeros add nothing to a product."""
     return x if x.shape[2] == head_dim else functional.pad(x, (0, head_dim - x.shape[2]))
 
 
 def by_token(x: Tensor) -> Tensor:
-    """x [T, H, D] with each token's heads contiguous, as GPU kernels read them."""
+    """Return x [T, H, D] with each token's heads contiguous, as GPU kernels read them."""
     return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()
 
 
 def refuse_gpu_head_size(name: str, dim: int) -> None:
-    """UserError if the kernels for fewer than eight bits do not support heads of `dim` channels."""
+    """Raise UserError if the kernels for fewer than eight bits do not support heads of `dim` channels."""
     if not LEAST_CODED_DIM <= dim <= LARGEST_CODED_DIM:
         raise UserError(
             f"{name} keys and values are served on a GPU for heads of {LEAST_CODED_DIM} to "
@@ -118,7 +120,7 @@ class Workspaces:
         self._made: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The workspace for `key`; `make` makes it for the first layer that asks."""
+        """Return the workspace for `key`; `make` makes it for the first layer that asks."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -138,12 +140,12 @@ class LayerKV(Protocol):
     ) -> Tensor:
         """Store this step's keys and values, and attend over all stored keys and values.
 
-        query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]. Padding tokens are not stored;
-        their output must be finite. Inside a CUDA graph (`metadata.host` is None) nothing may depend on the
-        host.
+        Attend for query [T, H, D] with key [T, H_kv, D] and value [T, H_kv, D_v]; return [T, H, D_v]. Padding
+        tokens are not stored; their output must be finite. Inside a CUDA graph (`metadata.host` is None)
+        nothing may depend on the host.
 
-        It must attend over keys and values as they are stored, never over the originals: then the output
-        does not depend on how a prompt was cut into chunks, nor on whether a request was preempted.
+        The method must attend over keys and values as they are stored, never over the originals: then the
+        output does not depend on how a prompt was cut into chunks, nor on whether a request was preempted.
         """
 
 
@@ -151,7 +153,8 @@ class LayerKV(Protocol):
 class StoredPages:
     """One layer's keys and values with their scales, in the order of dimensions that the device needs.
 
-    On the CPU [pages, P, H_kv, D] with scales [H_kv] or [pages, P, H_kv]; on CUDA H_kv before P.
+    The order is [pages, P, H_kv, D] on the CPU, with scales [H_kv] or [pages, P, H_kv]; on CUDA H_kv comes
+    before P.
     """
 
     key_pages: Tensor

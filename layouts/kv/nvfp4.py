@@ -24,7 +24,7 @@ from .layer import (
 
 @dataclass(frozen=True, eq=False)
 class NVFP4Code:
-    """Keys or values of `dim` channels in NVFP4. Its parts are words, int16, and scales, E4M3."""
+    """Keys or values of `dim` channels in NVFP4. The stored parts are words, int16, and scales, E4M3."""
 
     dim: int
     head_scale: Tensor
@@ -88,5 +88,5 @@ class NVFP4KV(PerTokenFormat):
 
 
 def _by_head(ones: Tensor, given: Tensor | float) -> Tensor:
-    """fp32 [H_kv], from one scale for all heads or one for each."""
+    """Return fp32 [H_kv], from one scale for all heads or one for each head."""
     return ones * (given.to(ones.device, torch.float32).view(-1) if isinstance(given, Tensor) else given)

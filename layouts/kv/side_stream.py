@@ -15,7 +15,9 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, launch: Callable[[], None]) -> None:
-        """Run after everything launched so far. Until `join`, nothing may free or change what it reads."""
+        """Run `launch` after everything launched so far. Until `join`, nothing may free or change the memory
+        that the launch reads.
+        """
         if self._stream is None:
             launch()
             return
@@ -24,6 +26,6 @@ class SideStream:
             launch()
 
     def join(self) -> None:
-        """Later launches wait for both streams."""
+        """Make later launches wait for both streams."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -9,7 +9,7 @@ import torch
 class Threads:
     """Python threads, as many as torch has, for kernels that release the interpreter's lock.
 
-    They are started when first needed, so after any fork of the process.
+    The threads are started when first needed, so after any fork of the process.
     """
 
     def __init__(self) -> None:

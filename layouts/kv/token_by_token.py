@@ -1,6 +1,6 @@
 """KV formats that store each token by itself, unquantized or in eight bits.
 
-Not for fewer bits; those formats have their own files.
+Formats with fewer bits have files of their own.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
-"""Which products of a model emulate their format: inputs are rounded to it, and multiplied in 16 or 32 bits.
+"""Which products of a model emulate their format: inputs are rounded to the format, and multiplied in 16 or
+32 bits.
 
-Their results are the format's. Their speed is not that of hardware that multiplies it.
+An emulated product has the format's results. Its speed is not that of hardware that multiplies the format.
 """
 
 from collections import Counter
@@ -15,8 +16,8 @@ from .linear import QuantizedLinear
 
 
 def emulated_inputs(model: nn.Module) -> dict[tuple[str, str], int]:
-    """How many products of `model` emulate a format of inputs, by its label and the hardware that multiplies
-    it.
+    """Return how many products of `model` emulate a format of inputs, by the format's label and the hardware
+    that multiplies it.
     """
     found: Counter[tuple[str, str]] = Counter()
     for module in model.modules():
@@ -28,7 +29,9 @@ def emulated_inputs(model: nn.Module) -> dict[tuple[str, str], int]:
 
 
 def _products(module: nn.Module) -> list[tuple[PackedWeight, InputFormat | None]]:
-    """The packed weights of one module, each with the input format that its checkpoint states besides."""
+    """Yield the packed weights of one module, each with the input format that its checkpoint states
+    besides.
+    """
     if isinstance(module, QuantizedLinear):
         return [(module.packed, module.input_format)]
     if isinstance(module, PackedExperts):

@@ -1,6 +1,6 @@
 """The experts of a mixture-of-experts layer, packed; replaces transformers' experts module.
 
-Only the two products are replaced. Gating, biases, activations and norms stay the architecture's own.
+Only the two products are replaced. Gating, biases, activations and norms stay those of the architecture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,8 @@ class ExpertsPart:
 
 
 class PackedExperts(nn.Module):
-    """`sum_j weight[t, j] * down(act(gate_up(x[t])))` over the experts j of token t, with packed products.
+    """Computes `sum_j weight[t, j] * down(act(gate_up(x[t])))` over the experts j of token t, with packed
+    products.
 
     products: for each parameter, the parts whose outputs are concatenated: usually one, several if gate and
               up could not be merged. Parameters that are not named stay unquantized
@@ -95,11 +96,11 @@ class PackedExperts(nn.Module):
 
     @property
     def packed(self) -> dict[str, PackedWeight]:
-        """The packed weights by part, on the device that the module is on now."""
+        """Return the packed weights by part, on the device that the module is on now."""
         return self._packed
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """[E, N, K] of each parameter that is packed."""
+        """Return the shape [E, N, K] of each parameter that is packed."""
         found: dict[str, tuple[int, ...]] = {}
         for name, parts in self.parts.items():
             shapes = [self._packed[part].shape for part in parts]
@@ -119,7 +120,7 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
-        """hidden_states [T, H], top_k_index int [T, top_k], top_k_weights [T, top_k] to [T, H].
+        """Compute hidden_states [T, H], top_k_index int [T, top_k] and top_k_weights [T, top_k] to [T, H].
 
         Without an index, hidden_states [E * T, H] hold T rows for each expert in turn, and so does the result
         [E * T, H].
@@ -185,12 +186,12 @@ class PackedExperts(nn.Module):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is a transformers experts module that its ExpertsInterface can serve."""
+    """Say whether it is a transformers experts module that its ExpertsInterface can serve."""
     return all(hasattr(module, name) for name in INTERFACE)
 
 
 def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
-    """The weights that a transformers experts module still has, as views [E, N, K]."""
+    """Return the weights that a transformers experts module still has, as views [E, N, K]."""
     found = {}
     for name in PARAMETERS:
         weight = experts._parameters.get(name)
@@ -200,10 +201,10 @@ def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance = "tuned") -> int:
-    """Replace a model's own experts modules without copying their weights; returns how many.
+    """Replace a model's own experts modules without copying their weights; return how many.
 
-    For GPUs, since a CUDA graph cannot contain a product that asks the host which experts are used; and for
-    batch-invariant serving on any device.
+    GPUs need this, since a CUDA graph cannot contain a product that asks the host which experts are used, and
+    so does batch-invariant serving on any device.
     """
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     own = {name: module for name, module in found.items() if parameters_of(module)}
@@ -213,14 +214,16 @@ def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance
 
 
 def stack_inputs(inputs: Sequence[InputFormat]) -> InputFormat:
-    """One input format for all experts. Its tensors are [E, 1, 1], to be indexed by each row's expert."""
+    """Stack the experts' input formats to one format. The format's tensors are [E, 1, 1], to be indexed by
+    each row's expert.
+    """
     parts = [input_format.tensors() for input_format in inputs]
     stacked = {name: torch.stack([part[name] for part in parts]).view(-1, 1, 1) for name in parts[0]}
     return inputs[0].with_tensors(stacked)
 
 
 def _rounded(rounding: InputFormat, x: Tensor, expert: Tensor) -> Tensor:
-    """A row of x for every assignment in `expert` [A], rounded by that expert's input format."""
+    """Return a row of x for every assignment in `expert` [A], rounded by that expert's input format."""
     of_row = {name: tensor[expert] for name, tensor in rounding.tensors().items()}
     if not of_row:
         return rounding.round(x)
@@ -239,7 +242,7 @@ def _unquantized(experts: nn.Module, name: str, batch_invariance: BatchInvarianc
 
 @library.custom_op("scalegate::route_experts", mutates_args=())
 def _route_experts(expert: Tensor, count: int, batch_invariance: str) -> Tensor:
-    """The assignments of `expert`, int [T, top_k], sorted by expert: once for all products of a layer."""
+    """Sort the assignments of `expert`, int [T, top_k], by expert: once for all products of a layer."""
     return Routing.of(expert, count, cast(BatchInvariance, batch_invariance)).buffer
 
 
@@ -262,7 +265,7 @@ def _packed_experts_matmul(
     attributes: list[int],
     batch_invariance: str,
 ) -> Tensor:
-    """x [R, K] → [T * top_k, N]; arguments as those of `packed_matmul`."""
+    """Multiply x [R, K] to [T * top_k, N]; arguments are those of `packed_matmul`."""
     packed = PackedWeight(
         layout,
         spec_of_text(spec),

@@ -1,4 +1,4 @@
-"""Experts that compute what transformers' experts interface describes, but do not follow it.
+"""Experts that compute what transformers' experts interface describes, but do not follow the interface.
 
 Llama 4's experts get every row for every expert, in the order of experts; rows that were not routed to an
 expert are zero. LongCat's router also chooses experts that return their input.
@@ -15,7 +15,7 @@ TRANSPOSED = {"Llama4TextExperts": True, "LongcatFlashExperts": False}
 
 
 def adapt(experts: nn.Module) -> bool:
-    """Give known experts the interface's attributes; returns False for others."""
+    """Give known experts the interface's attributes; return False for others."""
     is_transposed = TRANSPOSED.get(type(experts).__name__)
     if is_transposed is None:
         return False
@@ -32,10 +32,10 @@ def adapt(experts: nn.Module) -> bool:
 
 
 def rows_of_experts(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of [E * T, H] that experts have to compute, and the expert of each: the rows that are not
-    zero.
+    """Return the rows of [E * T, H] that experts have to compute, and the expert of each row: the rows that
+    are not zero.
 
-    On a GPU these are all rows: for CUDA graphs, their number may not depend on the data.
+    On a GPU all rows are returned: for CUDA graphs, their number may not depend on the data.
     """
     expert = torch.arange(count, device=hidden.device).repeat_interleave(len(hidden) // count)
     if hidden.device.type == "cuda":
@@ -47,8 +47,8 @@ def rows_of_experts(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def without_identities(
     experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """index and weights [T, top_k] without the experts that return their input, and the sum [T, H] that these
-    add.
+    """Return index and weights [T, top_k] without the experts that return their input, and the sum [T, H]
+    that these experts add.
     """
     if not getattr(experts, "zero_expert_num", 0):
         return index, weights, None

@@ -1,7 +1,7 @@
 """A layer's experts as one custom op: both products, SiLU between them, and the sum over a token's experts.
 
-A traced graph serves any number of tokens, so kernels for a single token must be chosen inside an op. For
-SiLU-gated experts without biases, if their layout has such kernels; all others use `experts.py` alone.
+A traced graph serves any number of tokens, so kernels for a single token must be chosen inside an op. The op
+serves SiLU-gated experts without biases, if their layout has such kernels; all others use `experts.py` alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,16 @@ class GatedExpertsLayout(Protocol):
     def gated_experts(
         self, x: Tensor, expert: Tensor, weight: Tensor, gate_up: PackedWeight, down: PackedWeight
     ) -> Tensor:
-        """y [T, N]: `sum_j weight[t, j] * down(silu(gate(x[t])) * up(x[t]))` over the experts of token t."""
+        """Return y [T, N]: `sum_j weight[t, j] * down(silu(gate(x[t])) * up(x[t]))` over the experts of token
+        t.
+        """
         ...
 
 
 def is_served_whole(experts: nn.Module, parts: Mapping[str, Sequence[PackedWeight]]) -> bool:
-    """Whether `gated_experts` can replace the module's whole forward with these weights (`PackedExperts`)."""
+    """Say whether `gated_experts` can replace the module's whole forward with these weights
+    (`PackedExperts`).
+    """
     module: Any = experts
     if not module.has_gate or module.has_bias or getattr(module, "has_post_expert_norm", False):
         return False
@@ -47,8 +51,8 @@ def is_served_whole(experts: nn.Module, parts: Mapping[str, Sequence[PackedWeigh
 
 
 def _gates_by_silu(experts: Any) -> bool:
-    """Whether the activation is SiLU. It is tried on numbers: architectures name and interleave it
-    differently."""
+    """Say whether the activation is SiLU. The activation is tried on numbers: architectures name and
+    interleave it differently."""
     probe = torch.linspace(-60, 50, 64, dtype=torch.float32, device="cpu").view(2, 32)
     gate, up = probe.chunk(2, dim=-1)
     return torch.allclose(experts._apply_gate(probe), functional.silu(gate) * up)
@@ -61,7 +65,7 @@ def gated_experts(
     weights: tuple[PackedWeight, PackedWeight],
     specs: tuple[str, str],
 ) -> Tensor:
-    """Call the op with the weights gate_up and down, passed as `packed_matmul` passes one."""
+    """Call the op with the weights gate_up and down, passed as `packed_matmul` passes a weight."""
     gate_up, down = weights
     return torch.ops.scalegate.gated_experts(
         x.contiguous(),
@@ -91,7 +95,9 @@ def _gated_experts(
     attribute_names: str,
     attributes: list[int],
 ) -> Tensor:
-    """x [T, K] → [T, N]; tensors, shapes and attributes of gate_up, then those of down."""
+    """Compute x [T, K] to [T, N]; the arguments are tensors, shapes and attributes of gate_up, then those of
+    down.
+    """
     tensor_names, number_names = names.split(), attribute_names.split()
 
     def packed(at: int) -> PackedWeight:

@@ -20,9 +20,10 @@ INPUT_BUFFER = "input_{}"
 class QuantizedLinear(nn.Module):
     """`y = x @ W.T + bias` with W packed; the packed tensors are the module's buffers.
 
-    x: [..., K] in the packed dtype; y: [..., N] in the same dtype. With an `input_format`, or one that the
-    weight's spec has, x is rounded to it first, in every layout: the checkpoint defines that, not the kernel.
-    The layout chooses only the place and the precision.
+    The input x is [..., K] in the packed dtype, the output y [..., N] in the same dtype. With an
+    `input_format`, or an input format of the weight's spec, x is rounded first, in every layout: the
+    checkpoint defines that, not the kernel. The layout chooses only where x is rounded and in which
+    precision.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: InputFormat | None = None):
@@ -43,7 +44,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The packed weight, on the device that the module is on now."""
+        """Return the packed weight, on the device that the module is on now."""
         return self._packed
 
     @property
@@ -87,7 +88,9 @@ class QuantizedLinear(nn.Module):
 
 
 def packed_layers(model: nn.Module) -> dict[str, int]:
-    """How many packed weights a model has of each layout and shape, by names such as `swap_ab 4096x4096`."""
+    """Return how many packed weights a model has of each layout and shape, by names such as `swap_ab
+    4096x4096`.
+    """
     found: Counter[str] = Counter()
     for module in model.modules():
         packed = getattr(module, "packed", None)
@@ -99,18 +102,18 @@ def packed_layers(model: nn.Module) -> dict[str, int]:
 
 @cache
 def spec_text(spec: WeightFormat) -> str:
-    """A spec as text, since ops of traced graphs take no other objects."""
+    """Return a spec as text, since ops of traced graphs take no other objects."""
     return json.dumps(spec_to_json(spec))
 
 
 @cache
 def spec_of_text(text: str) -> WeightFormat:
-    """The spec; inverse of `spec_text`."""
+    """Return the spec of a text, as the inverse of `spec_text`."""
     return spec_from_json(json.loads(text))
 
 
 def _packed_product(rows: Tensor, packed: PackedWeight, spec: str) -> Tensor:
-    """The product as one op of a traced graph: its arguments are tensors, numbers and names only."""
+    """Compute the product as one op of a traced graph: its arguments are tensors, numbers and names only."""
     return torch.ops.scalegate.packed_matmul(
         rows,
         list(packed.tensors.values()),
@@ -135,7 +138,9 @@ def _packed_matmul(
     attribute_names: str,
     attributes: list[int],
 ) -> Tensor:
-    """x [M, K] → [M, N]. Names are one string, separated by spaces: an op takes no list of strings."""
+    """Multiply x [M, K] to [M, N]. Names are one string, separated by spaces, because an op takes no list of
+    strings.
+    """
     packed = PackedWeight(
         layout,
         spec_of_text(spec),

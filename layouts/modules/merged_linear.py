@@ -26,7 +26,9 @@ class _Product:
 
 
 class MergedLinear(nn.Module):
-    """One of several merged linear layers: it returns its rows of their product. They all share `merged`."""
+    """One of several merged linear layers, which returns its rows of their product. They all share
+    `merged`.
+    """
 
     def __init__(self, merged: Linear, product: _Product, rows: slice, is_first: bool, is_last: bool):
         super().__init__()
@@ -59,14 +61,16 @@ class MergedLinear(nn.Module):
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """The name of merged layers in plans and reports: `model.layers.0.self_attn.q_proj+k_proj+v_proj`."""
+    """Return the name of merged layers in plans and reports:
+    `model.layers.0.self_attn.q_proj+k_proj+v_proj`.
+    """
     parent = names[0].rpartition(".")[0]
     leaves = SEPARATOR.join(name.rpartition(".")[2] for name in names)
     return f"{parent}.{leaves}" if parent else leaves
 
 
 def layers_of(name: str) -> int:
-    """How many linear layers are merged under a name."""
+    """Return how many linear layers are merged under a name."""
     return name.count(SEPARATOR) + 1
 
 
@@ -82,7 +86,7 @@ def put_merged(model: nn.Module, names: Sequence[str], merged: Linear) -> None:
 
 @torch.no_grad()
 def merge_unquantized(model: nn.Module, groups: Sequence[Sequence[str]]) -> int:
-    """Merge the groups whose layers are all plain `nn.Linear`; returns how many products that saves."""
+    """Merge the groups whose layers are all plain `nn.Linear`; return how many products that saves."""
     fewer = 0
     for names in groups:
         linears = [model.get_submodule(name) for name in names]
@@ -108,9 +112,9 @@ def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear | None:
 
 
 def layers_with_one_input(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
-    """Groups of linear layers, by name, that share an input.
+    """Find groups of linear layers, by name, that share an input.
 
-    A group's layers are children of one module, are called once each, one after another, with one tensor.
+    A group's layers are children of one module and are called once each, one after another, with one tensor.
 
     run: one forward pass of the model, on any device
     """

@@ -1,7 +1,7 @@
 """Every layout, registered in the order of preference; import `LAYOUTS` from here.
 
-Without measurements, the first layout that does not refuse is chosen; of layouts that are equally fast, the
-first one. A new layout is one file, and one line here.
+Without measurements, the first layout that does not refuse is chosen; of equally fast layouts, the first one
+is chosen. A new layout is one file, and one line in this module.
 """
 
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32

@@ -27,7 +27,9 @@ _int4_matmul = torch._weight_int4pack_mm_for_cpu
 
 @dataclass(frozen=True)
 class CpuInt4:
-    """The product in `compute_dtype`; activations of another dtype are cast to it and the result back."""
+    """Multiplies in `compute_dtype`; activations of another dtype are cast to it, and the result is cast
+    back.
+    """
 
     name: str
     compute_dtype: torch.dtype

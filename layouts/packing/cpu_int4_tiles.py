@@ -1,8 +1,9 @@
 """Our own INT4 product on a CPU (`kernels/cpu/`): four bits a weight are read, and nothing but y is rounded.
 
 On an EPYC with AVX-512 BF16 it is at least as fast as the unquantized product at every M up to 128
-(`tests/bench/results/layouts/int4_cpu.md`). A row's bits do not depend on the rows beside it, so it serves
-batch invariance too. Chosen by a measurement only: numba takes seconds to compile it for the first time.
+(`tests/bench/results/layouts/int4_cpu.md`). A row's bits do not depend on the rows beside it, so this layout
+serves batch invariance too. The layout is chosen by a measurement only: numba takes seconds to compile the
+kernel for the first time.
 """
 
 import functools
@@ -28,7 +29,7 @@ SERVES = Serves(
 
 @dataclass(frozen=True)
 class CpuInt4Tiles:
-    """Any group size; activations that the CPU cannot multiply as they are become float32."""
+    """Any group size is served; activations that the CPU cannot multiply as they are become float32."""
 
     name: str = "cpu_int4_tiles"
     kernel: str = "int4_tile.multiply"
@@ -58,9 +59,9 @@ class CpuInt4Tiles:
 
 @functools.cache
 def _kernel(dtype: torch.dtype, wide: int) -> tuple[Callable[..., Tensor], Any]:
-    """The product's function and the compiled kernel that it takes, for activations of `dtype`.
+    """Return the product's function and the compiled kernel that it takes, for activations of `dtype`.
 
-    Imported only where they are used: numba takes half a second to import.
+    The kernel's modules are imported only here, because numba takes half a second to import.
     """
     from ...kernels.cpu.int4_matmul import instructions_for, kernel, matmul
 

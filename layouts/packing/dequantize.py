@@ -13,7 +13,7 @@ from .layout import PackedWeight, Problem, Serves
 
 
 class Dequantize:
-    """`F.linear(x, weight.dequantize())`: any format, dtype, device and shape."""
+    """Computes `F.linear(x, weight.dequantize())`: any format, dtype, device and shape."""
 
     name = "dequantize"
     kernel = "dequantize + linear"

@@ -1,7 +1,7 @@
 """Weights dequantized once, when they are packed: for formats without a kernel on a device.
 
-They take the memory of unquantized weights and are as fast: such a checkpoint saves disk space and download,
-but no memory.
+Dequantized weights take the memory of unquantized weights and are as fast: such a checkpoint saves disk space
+and download, but no memory.
 
     cpu_dequantized  on a CPU
     cpu_onednn       also reordered into oneDNN's blocks, which saves doing so in every call: the same bits,
@@ -27,7 +27,9 @@ CPU_FORMATS = (NVFP4, IQ2XXS, Int8)
 
 
 class DequantizeOnce:
-    """`F.linear(x, w)` with w in the activations' dtype. bf16 holds our own NVFP4 weights exactly."""
+    """Computes `F.linear(x, w)` with w in the activations' dtype. bf16 holds our own NVFP4 weights
+    exactly.
+    """
 
     kernel = "F.linear"
 
@@ -46,7 +48,9 @@ class DequantizeOnce:
 
 
 class CpuOneDnn:
-    """oneDNN's product with a weight in its own blocks, as torch's compiler uses it for constant weights."""
+    """Multiplies by oneDNN's product with a weight in its own blocks, as torch's compiler uses it for
+    constant weights.
+    """
 
     name = "cpu_onednn"
     kernel = "mkldnn::_linear_pointwise"

@@ -1,8 +1,9 @@
 """Products of formats that round inputs while serving (FP8, INT4 with FP8 inputs), in float32.
 
 The input is rounded as the format requires, with scales in float32, and multiplied by the weight in float32.
-Hardware that multiplies these formats computes the same, except for the order of its sums. This gives their
-quality, not their speed. Other layouts get inputs that are already rounded, in 16 bits.
+Hardware that multiplies these formats computes the same results, except for the order of its sums. Emulation
+reproduces the formats' quality, not their speed. Other layouts get inputs that are already rounded, in 16
+bits.
 
     emulated      the weight as stored, dequantized again for every product; on any device
     cpu_emulated  the weight dequantized once, into twice the memory of bf16; on a CPU
@@ -45,7 +46,7 @@ class Emulated:
 
 
 def rounded_in_float32(x: Tensor, packed: PackedWeight) -> Tensor:
-    """x [M, K] in fp32, rounded as the weight's spec says."""
+    """Return x [M, K] in fp32, rounded as the weight's spec says."""
     input_format = dynamic_input(packed.spec)
     if input_format is None:
         raise TypeError(f"{packed.spec.label} does not round inputs as they come")

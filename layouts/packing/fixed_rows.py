@@ -1,7 +1,8 @@
-"""Batch-invariant products on a CPU: any of its layouts, called with the same number of rows every time.
+"""Batch-invariant products on a CPU: any of the CPU's layouts, called with the same number of rows every
+time.
 
-oneDNN, MKL and torch's own kernels choose algorithm and blocking by the number of rows. If that number is
-always the same, so is their choice, and a row's bits do not depend on other rows. Not for a GPU, which has
+oneDNN, MKL and torch's own kernels choose algorithm and blocking by the number of rows. If the number of rows
+is always the same, so is their choice, and a row's bits do not depend on other rows. A GPU has
 batch-invariant kernels of its own.
 """
 
@@ -19,7 +20,7 @@ SUFFIX = "_fixed_rows"
 
 
 class FixedRows:
-    """A dense layout's product, `CPU_ROWS` rows at a time; the last tile is padded with zeros."""
+    """Computes a dense layout's product, `CPU_ROWS` rows at a time; the last tile is padded with zeros."""
 
     def __init__(self, dense: Layout):
         self.dense = dense

@@ -1,7 +1,7 @@
 """Layouts of experts on a GPU: one launch for all experts of a layer.
 
-The host never needs to know how many rows an expert gets, so these run inside CUDA graphs
-(`kernels/experts/`). Not for the CPU (`per_expert.py`).
+The host never needs to know how many rows an expert gets, so these layouts run inside CUDA graphs
+(`kernels/experts/`). The CPU's layout of experts is in `per_expert.py`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,9 @@ def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -
 
 
 class GroupedUnquantized:
-    """Weights [E, N, K] with any strides, so that [E, K, N] works too; bfloat16, float16 and float32."""
+    """Weights are [E, N, K] with any strides, so that [E, K, N] works too, in bfloat16, float16 or
+    float32.
+    """
 
     name = "grouped_unquantized"
     kernel = "grouped_kernel"
@@ -65,7 +67,7 @@ class GroupedUnquantized:
 
 
 class GroupedInt4:
-    """INT4 in the order of the matrix unit's registers; bfloat16 and float16."""
+    """INT4 in the order of the matrix unit's registers, for bfloat16 and float16."""
 
     name = "grouped_int4"
     kernel = "int4_grouped_kernel"
@@ -98,7 +100,7 @@ class GroupedInt4:
         return int4.grouped_matmul(x, tensors["words"], tensors["scale_words"], routing.blocks, *rest)
 
     def serves_gated(self, gate_up: PackedWeight, down: PackedWeight) -> bool:
-        """Whether there are kernels for a single token; see `gated_experts.py`."""
+        """Say whether there are kernels for a single token; see `gated_experts.py`."""
         return one_token.serves(_operand(gate_up), _operand(down))
 
     def gated_experts(
@@ -119,7 +121,7 @@ def _operand(packed: PackedWeight) -> one_token.Int4Operand:
 
 
 class GroupedNVFP4:
-    """NVFP4 in the order of the matrix unit's registers; bfloat16."""
+    """NVFP4 in the order of the matrix unit's registers, for bfloat16."""
 
     name = "grouped_nvfp4"
     kernel = "nvfp4_grouped_kernel"
@@ -151,7 +153,9 @@ class GroupedNVFP4:
 
 
 class GroupedDequantize:
-    """Any format: dequantizes all experts again for every product. Slow; used only if nothing else serves."""
+    """Any format: all experts are dequantized again for every product. The layout is slow, and used only if
+    no other layout serves.
+    """
 
     name = "grouped_dequantize"
     kernel = "dequantize + grouped_kernel"

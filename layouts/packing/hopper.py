@@ -1,7 +1,7 @@
 """Our own layouts for Hopper: weights of any format in the order of the tensor cores' registers.
 
 This file has what all formats share. Each format has a `Packing` in a file beside this one, and its byte
-layout and decoder in `kernels/`. Not for the CPU, nor for other GPUs.
+layout and decoder in `kernels/`. The CPU and other GPUs have layouts of their own.
 
     NAME            stream-K; tile and split follow from the bucket of M and the shape
     NAME_invariant  split-K; the order of summation is the same for every M, so a row's bits do not depend on
@@ -43,18 +43,18 @@ class Packing(Protocol):
         ...
 
     def refuses(self, problem: Problem) -> str | None:
-        """None if the format's parameters are served, otherwise the reason in a few words."""
+        """Return None if the format's parameters are served, otherwise the reason in a few words."""
         ...
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[Mapping[str, Tensor], Mapping[str, int]]:
-        """The tensors and the attributes of a `PackedWeight`."""
+        """Return the tensors and the attributes of a `PackedWeight`."""
         ...
 
     def operand(self, packed: PackedWeight) -> PackedOperand: ...
 
 
 class HopperLayout:
-    """The Hopper kernels on one format's packed bytes."""
+    """Multiplies by the Hopper kernels on one format's packed bytes."""
 
     run_on = (HOPPER,)
     translated_for = ()

@@ -1,6 +1,6 @@
 """The batch-invariant product of an unquantized weight on a GPU, by our own kernel.
 
-Not for the CPU (`fixed_rows.py`), nor for serving without batch invariance (`torch_linear.py`).
+The CPU's product is in `fixed_rows.py`, the product without batch invariance in `torch_linear.py`.
 """
 
 import torch
@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class InvariantLinear:
-    """The weight [N, K], not copied, and semaphores for the splits along K."""
+    """Holds the weight [N, K], not copied, and semaphores for the splits along K."""
 
     name = "invariant_linear"
     kernel = "invariant_matmul_kernel"

@@ -1,7 +1,7 @@
 """What a layout is: an arrangement of a weight's bytes, and the kernel that multiplies by them.
 
-One file in this folder for each layout; `all_layouts.py` registers them. This file has the contract, and the
-reasons for refusing a problem that all layouts share.
+There is one file in this folder for each layout; `all_layouts.py` registers the layouts. This file has the
+contract, and the reasons for refusing a problem that all layouts share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,11 +49,13 @@ class Problem:
 
     @classmethod
     def of(cls, weight: Weight, dtype: torch.dtype, device: torch.device) -> "Problem":
-        """The problem of a dense layer with this weight."""
+        """Return the problem of a dense layer with this weight."""
         return cls(weight.spec, *weight.shape, dtype, device)
 
     def __str__(self) -> str:
-        """Its key in layout plans, such as `int4 g128 zp 24576x4096 bfloat16`, without the device."""
+        """Return the problem's key in layout plans, such as `int4 g128 zp 24576x4096 bfloat16`, without the
+        device.
+        """
         words = [self.spec.key, f"{self.n}x{self.k}", _dtype_name(self.dtype)]
         words += [f"({self.experts})"] if self.experts else []
         words += [self.batch_invariance] if self.batch_invariance != "tuned" else []
@@ -106,7 +108,7 @@ class Serves:
     """Whether it rounds inputs itself if the format rounds them as they come (`RoundingLayout`)."""
 
     def refuses(self, problem: Problem) -> str | None:
-        """None if the problem meets all of these conditions, otherwise the reason in a few words."""
+        """Return None if the problem meets all of these conditions, otherwise the reason in a few words."""
         if self.formats is not None and not isinstance(problem.spec, self.formats):
             taken = ", ".join(str(getattr(spec, "name", spec.__name__)) for spec in self.formats)
             return f"takes {taken}, not {problem.spec.name}"
@@ -140,7 +142,7 @@ class Layout(Protocol):
         ...
 
     def refuses(self, problem: Problem) -> str | None:
-        """None if the layout serves the problem, otherwise the reason in a few words."""
+        """Return None if the layout serves the problem, otherwise the reason in a few words."""
         ...
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
@@ -148,10 +150,11 @@ class Layout(Protocol):
         ...
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        """`y = x @ dequantize().T`: x [M, K], contiguous, in the packed dtype → a new y [M, N] in that dtype.
+        """Multiply: `y = x @ dequantize().T`, with x [M, K], contiguous, in the packed dtype; return a new y
+        [M, N] in that dtype.
 
-        It is called for every layer of every step, thousands of times a second: whatever can be computed in
-        `pack` should be.
+        The method is called for every layer of every step, thousands of times a second, so whatever can be
+        computed in `pack` should be.
         """
         ...
 
@@ -173,10 +176,10 @@ class ExpertsLayout(Protocol):
         ...
 
     def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
-        """By each row's expert: `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
+        """Multiply by each row's expert: `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
 
-        x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous
-        y: [T * top_k, N]. On CUDA it must not wait for the device, since it runs inside CUDA graphs.
+        x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous y: [T *
+        top_k, N]. On CUDA the method must not wait for the device, since it runs inside CUDA graphs.
         """
         ...
 
@@ -190,7 +193,7 @@ class RoundingLayout(Protocol):
 
 
 def rounds_inputs(layout: object) -> bool:
-    """Whether a layout's product gets unrounded inputs, and rounds them as the weight's spec requires."""
+    """Say whether a layout's product gets unrounded inputs, and rounds them as the weight's spec requires."""
     return isinstance(layout, RoundingLayout) and layout.rounds_inputs
 
 
@@ -203,7 +206,9 @@ class EmulatingLayout(Protocol):
 
 
 def emulates_inputs(layout: object) -> bool:
-    """Whether a layout multiplies rounded inputs in 16 or 32 bits, so that its speed is not the format's."""
+    """Say whether a layout multiplies rounded inputs in 16 or 32 bits, so that its speed is not the
+    format's.
+    """
     if not rounds_inputs(layout):
         return True
     return isinstance(layout, EmulatingLayout) and layout.emulates

@@ -1,6 +1,6 @@
 """Experts on a CPU: a dense layout multiplies each expert's rows, one expert after another.
 
-Not for a GPU, where the host would have to wait to learn which experts are used (`grouped_experts.py`).
+On a GPU the host would have to wait to learn which experts are used, so `grouped_experts.py` serves GPUs.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SUFFIX = "_per_expert"
 
 
 class PerExpert:
-    """A dense layout for every expert; their packed tensors are stacked, [E, ...]."""
+    """Uses a dense layout for every expert; the experts' packed tensors are stacked, [E, ...]."""
 
     def __init__(self, dense: Layout):
         self.dense = dense

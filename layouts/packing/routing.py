@@ -17,9 +17,9 @@ from ...kernels.experts.tile import block_rows_of
 
 @dataclass(frozen=True)
 class Routing:
-    """expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU.
+    """Arguments are expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU.
 
-    batch_invariance: the mode of the products that use it
+    batch_invariance: the mode of the products that use the routing
     """
 
     expert: Tensor
@@ -37,17 +37,19 @@ class Routing:
 
     @staticmethod
     def buffer_size(expert: Tensor, count: int) -> int:
-        """Number of elements of the buffer; it is linear in T, so that a traced graph can express it."""
+        """Return the number of elements of the buffer; it is linear in T, so that a traced graph can express
+        it.
+        """
         return buffer_size(expert.shape[0] * expert.shape[1], count) if expert.device.type == "cuda" else 0
 
     @cached_property
     def blocks(self) -> ExpertRouting:
-        """The sorted assignments in the form of the kernels."""
+        """Return the sorted assignments in the form of the kernels."""
         assignments = self.expert.shape[0] * self.expert.shape[1]
         return routing_in(self.buffer, assignments, self.count, self.block_rows)
 
     @property
     def block_rows(self) -> int:
-        """How many assignments of one expert the kernels multiply at once."""
+        """Return how many assignments of one expert the kernels multiply at once."""
         assignments = self.expert.shape[0] * self.expert.shape[1]
         return block_rows_of(assignments, self.count, self.batch_invariance != "tuned")

@@ -1,12 +1,12 @@
 """Our own INT4 layout: the weight in the order of the matrix unit's registers, unpacked without conversions.
 
-What the bytes are and why they are fast is in `kernels/int4/packing.py`; here are the layouts that read them.
-Not for the CPU.
+The bytes, and why they are fast, are described in `kernels/int4/packing.py`; this file has the layouts that
+read them. Not for the CPU.
 
     swap_ab            fastest: how K is split depends on the number of rows of x
     swap_ab_invariant  batch-invariant: a row's bits do not depend on the other rows
 
-Both run on Hopper alone (`hopper.py`).
+Both layouts run on Hopper alone (`hopper.py`).
 """
 
 import torch
@@ -56,8 +56,8 @@ PACKING = Int4Packing()
 
 
 def refuses_groups(group_size: int) -> str | None:
-    """Why the kernels refuse a group size; None if it divides a tile of 128 columns or is a multiple of
-    128."""
+    """Return why the kernels refuse a group size; None if it divides a tile of 128 columns or is a multiple
+    of 128."""
     if group_size in GROUP_SIZES or group_size % 128 == 0:
         return None
     return f"takes groups of 32, 64 or a multiple of 128, not {group_size}"

@@ -1,6 +1,6 @@
 """torch's product of an unquantized weight: cuBLAS on a GPU, oneDNN on a CPU.
 
-Every quantized layout is compared with it.
+Every quantized layout is compared with torch's product.
 """
 
 import torch
@@ -13,7 +13,7 @@ from .layout import PackedWeight, Problem, Serves
 
 
 class TorchLinear:
-    """`F.linear(x, w)`, for any dtype, device and shape."""
+    """Computes `F.linear(x, w)`, for any dtype, device and shape."""
 
     name = "torch_linear"
     kernel = "F.linear"

@@ -1,7 +1,8 @@
 """Whether a layout's kernel compiles and runs here, tried once a process on a small weight.
 
 A version of Triton that `kernels/` was not tested with may fail to compile a kernel of ours. The layout then
-refuses with the compiler's message, and the next layout serves. Not for speed or accuracy (`measure.py`).
+refuses with the compiler's message, and the next layout serves. Speed and accuracy are measured in
+`measure.py`.
 """
 
 from dataclasses import replace
@@ -22,7 +23,9 @@ and parameters of a format, since they are compiled from one source."""
 
 
 def trial_refusal(layout: AnyLayout, problem: Problem) -> str | None:
-    """None if the layout multiplies one row by a small weight of the problem's format; otherwise why not."""
+    """Return None if the layout multiplies one row by a small weight of the problem's format; otherwise why
+    not.
+    """
     if problem.device.type != "cuda" or not torch.cuda.is_available():
         return None
     tried = layout.name, problem.dtype
@@ -32,7 +35,7 @@ def trial_refusal(layout: AnyLayout, problem: Problem) -> str | None:
 
 
 def small(problem: Problem) -> Problem:
-    """The same problem with at most two experts, and in a small shape if its format allows that."""
+    """Return the same problem with at most two experts, and in a small shape if its format allows that."""
     experts = None if problem.experts is None else Experts(count=2, top_k=1)
     problem = replace(problem, experts=experts)
     if problem.spec.refuses(SMALL_N, SMALL_K) is None:
@@ -41,7 +44,7 @@ def small(problem: Problem) -> Problem:
 
 
 def failure(layout: AnyLayout, problem: Problem) -> str:
-    """Why multiplying one row failed, in one line; empty if it did not."""
+    """Return why multiplying one row failed, in one line; empty if it did not."""
     try:
         multiply_one_row(layout, problem)
         if problem.device.type == "cuda":
@@ -54,7 +57,7 @@ def failure(layout: AnyLayout, problem: Problem) -> str:
 
 
 def multiply_one_row(layout: AnyLayout, problem: Problem) -> Tensor:
-    """The product of a row of zeros and a random weight."""
+    """Multiply a row of zeros by a random weight."""
     x = torch.zeros(1, problem.k, dtype=problem.dtype, device=problem.device)
     if isinstance(layout, ExpertsLayout):
         count = problem.experts.count if problem.experts else 1

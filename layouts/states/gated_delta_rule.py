@@ -70,8 +70,8 @@ class GatedDeltaRule:
 
 
 def _prepared(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All in float32 with H heads: unit queries, scaled, and keys [T, H, K]; values [T, H, V]; decays
-    [T, H, 1 or K]; rates [T, H, 1]."""
+    """Return everything in float32 with H heads: unit queries, scaled, and keys [T, H, K]; values [T, H, V];
+    decays [T, H, 1 or K]; rates [T, H, 1]."""
     query, key = inputs.query.float(), inputs.key.float()
     query = query * torch.rsqrt((query * query).sum(2, keepdim=True) + EPSILON) * query.shape[2] ** -0.5
     key = key * torch.rsqrt((key * key).sum(2, keepdim=True) + EPSILON)
@@ -87,7 +87,9 @@ def _prepared(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 def _scan_chunk(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
 ) -> Tensor:
-    """query and key [H, C, K], value [H, C, V], log_decay [H, C, 1 or K], rate [H, C, 1] → [H, C, V]."""
+    """Compute [H, C, V] from query and key [H, C, K], value [H, C, V], log_decay [H, C, 1 or K] and rate [H,
+    C, 1].
+    """
     summed = log_decay.cumsum(1)
     grown = summed.exp()
     count = key.shape[1]

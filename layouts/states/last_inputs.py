@@ -21,8 +21,8 @@ class LastInputs(StateInputs):
 
 
 class InputWindow:
-    """A state [C, width], oldest input first. Outputs [T, C, width + 1]: the state, then the token's own
-    input.
+    """A state is [C, width], with the oldest input first. Outputs [T, C, width + 1] are the state, then the
+    token's own input.
     """
 
     def shape(self, inputs: LastInputs) -> StateShape:

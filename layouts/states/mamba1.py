@@ -5,8 +5,8 @@ With S a vector [N] for each channel, step d > 0, and A < 0 for each channel and
     S ← exp(d A) S + d x B
     y = S · C + D x
 
-Every element decays by itself, so tokens of a chunk cannot share products as in Mamba 2: a scan goes token by
-token.
+Every element decays by its own factor, so tokens of a chunk cannot share products as in Mamba 2: a scan goes
+token by token.
 """
 
 from dataclasses import dataclass

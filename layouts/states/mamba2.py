@@ -65,7 +65,7 @@ class Mamba2:
 
 
 def _by_head(inputs: Mamba2Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In float32: x [T, H, P], steps [T, H], B and C [T, H, N]."""
+    """Return in float32 x [T, H, P], steps [T, H], B and C [T, H, N]."""
     heads = inputs.x.shape[1] // inputs.b.shape[1]
     b, c = (each.float().repeat_interleave(heads, 1) for each in (inputs.b, inputs.c))
     return inputs.x.float(), inputs.step.float(), b, c
@@ -78,7 +78,7 @@ def _with_skip(output: Tensor, inputs: Mamba2Inputs, x: Tensor) -> Tensor:
 
 
 def _scan_chunk(x: Tensor, step: Tensor, b: Tensor, c: Tensor, a: Tensor, state: Tensor) -> Tensor:
-    """x [H, Q, P], step [H, Q], b and c [H, Q, N], a [H] → [H, Q, P]."""
+    """Compute [H, Q, P] from x [H, Q, P], step [H, Q], b and c [H, Q, N], and a [H]."""
     summed = (step * a[:, None]).cumsum(1)[..., None]
     count = x.shape[1]
     later = torch.ones(count, count, dtype=torch.bool, device=x.device).triu(1)

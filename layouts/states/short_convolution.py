@@ -1,4 +1,4 @@
-"""Short causal convolution over each channel by itself: its state is the last W - 1 inputs.
+"""Short causal convolution over each channel by itself, whose state is the last W - 1 inputs.
 
     y[t] = sum over i < W of weight[i] * x[t - W + 1 + i] + bias
 
@@ -29,7 +29,7 @@ class ConvolutionInputs(StateInputs):
 
 
 class ShortConvolution:
-    """A state [C, W - 1], oldest input first."""
+    """A state is [C, W - 1], with the oldest input first."""
 
     def shape(self, inputs: ConvolutionInputs) -> StateShape:
         channels, width = inputs.weight.shape

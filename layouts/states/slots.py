@@ -25,7 +25,7 @@ class StateSlots:
         self.slots = zeros((max_requests, *shape.dims), shape.dtype, device)
 
     def forward(self, inputs: StateInputs, tokens: int, like: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Outputs [T, ...] of a step's T tokens; zeros for padding. The slots change in place.
+        """Return outputs [T, ...] of a step's T tokens, with zeros for padding. The slots change in place.
 
         With batch invariance each token is computed separately, so that no sum's order depends on the batch
         or on how a prompt was cut.

@@ -1,8 +1,7 @@
 """What a state format is: how a layer computes its output and its state of a request, by token and by chunk.
 
 A state is kept by recurrent layers instead of keys and values; its size does not grow with the context. Every
-running request has one slot in each such layer, at its row. Not for particular formats; `all_states.py`
-registers those.
+running request has one slot in each such layer, at its row. `all_states.py` registers the particular formats.
 """
 
 import math
@@ -31,11 +30,11 @@ class StateInputs:
 
     @classmethod
     def parameters(cls) -> frozenset[str]:
-        """Names of the fields that belong to the layer, not to tokens."""
+        """Return the names of the fields that belong to the layer, not to tokens."""
         return frozenset()
 
     def part(self, tokens: slice) -> Self:
-        """The inputs of some of the tokens."""
+        """Return the inputs of some of the tokens."""
         cut = {
             field.name: getattr(self, field.name)[tokens]
             for field in fields(self)
@@ -48,21 +47,25 @@ Inputs = TypeVar("Inputs", bound=StateInputs, contravariant=True)
 
 
 class StateFormat(Protocol[Inputs]):
-    """How a kind of layer computes its output and its next state. The reference, in plain torch."""
+    """How a kind of layer computes its output and its next state. This class is the reference, in plain
+    torch.
+    """
 
     def shape(self, inputs: Inputs) -> StateShape:
-        """The shape of a request's state in a layer that has these inputs."""
+        """Return the shape of a request's state in a layer that has these inputs."""
 
     def step(self, inputs: Inputs, states: Tensor) -> Tensor:
-        """One token for each of B requests: outputs [B, ...]. `states` [B, *dims] change in place.
+        """Compute one token for each of B requests: outputs [B, ...]. The `states` [B, *dims] change in
+        place.
 
-        This defines the format. A state of zeros is that before the first token.
+        This defines the format. The state before the first token is zeros.
         """
 
     def scan(self, inputs: Inputs, state: Tensor) -> Tensor:
-        """T consecutive tokens of one request: outputs [T, ...]. `state` [*dims] changes in place.
+        """Compute T consecutive tokens of one request: outputs [T, ...]. The `state` [*dims] changes in
+        place.
 
-        Equals T calls of `step` up to rounding, wherever a prompt is cut.
+        The result equals T calls of `step` up to rounding, wherever a prompt is cut.
         """
 
 
@@ -70,14 +73,14 @@ Scanned = TypeVar("Scanned", bound=StateInputs)
 
 
 def scan_by_steps(state_format: StateFormat[Scanned], inputs: Scanned, tokens: int, state: Tensor) -> Tensor:
-    """A scan one token at a time, for formats that have no faster one."""
+    """Scan one token at a time, for formats that have no faster scan."""
     steps = [state_format.step(inputs.part(slice(at, at + 1)), state[None]) for at in range(tokens)]
     return torch.cat(steps)
 
 
 @dataclass(frozen=True)
 class StateKey:
-    """The key of one of a model's states."""
+    """Return the key of one of a model's states."""
 
     layer: int
     name: str

@@ -1,4 +1,4 @@
-"""One layer's KVarN pages on a GPU. Not for the kernels, which are in `kernels/attention/kvarn/`."""
+"""One layer's KVarN pages on a GPU. The kernels themselves are in `kernels/attention/kvarn/`."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from .storage import KVarNStorage
 
 
 class KVarNLayers:
-    """All layers of a pool. In each step, the first layer writes the full pages of all of them."""
+    """All layers of a pool. In each step, the first layer writes the full pages of all layers."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.storages: list[KVarNStorage] = []
@@ -52,8 +52,8 @@ class KVarNLayers:
 class PlainPages:
     """The dequantized pages that a step's prefill chunks see, laid out by the first layer that asks.
 
-    A query sees its own page and the first one unquantized, those between quantized. So each page of a chunk
-    is a context of its own, with its own row in a block table.
+    A query sees its own page and the first page unquantized, and the pages between them quantized. So each
+    page of a chunk is a context of its own, with a row of its own in a block table.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,8 @@ class PlainPages:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def of(self, host: HostMetadata, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Spans for `widen_kvarn`, a block table with the indices of these spans, and tiles; all int32.
+        """Return spans for `widen_kvarn`, a block table with the indices of these spans, and tiles; all are
+        int32.
 
         num_tokens: number of tokens in this step, padding included
         """
@@ -75,7 +76,7 @@ class PlainPages:
 
 
 def spans_and_tables(host: HostMetadata, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The result of `PlainPages.of` in host memory."""
+    """Return the result of `PlainPages.of` in host memory."""
     group = host.page_size
     spans: list[tuple[int, ...]] = []
     tables: list[list[int]] = []

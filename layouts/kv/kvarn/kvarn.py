@@ -1,8 +1,8 @@
 """The KV formats of KVarN: whole pages are normalized and quantized, keys to 4 bits, values to 2 or 4.
 
-A request's first page and its current page stay unquantized, in its own row. A query sees these two
-unquantized and all pages between them quantized, so the result does not depend on how a prompt was cut into
-chunks. The arithmetic is in `kernels/attention/kvarn/reference.py`.
+A request's first page and its current page stay unquantized, in the request's own row. A query sees these two
+pages unquantized and all pages between them quantized, so the result does not depend on how a prompt was cut
+into chunks. The arithmetic is in `kernels/attention/kvarn/reference.py`.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,9 @@ class KVarN:
         return self.group_size
 
     def invariance_modes(self, device: torch.device) -> tuple[BatchInvariance, ...]:
-        """On a GPU, decoding and prefill use kernels that sum in different orders: no `per-token`."""
+        """On a GPU, decoding and prefill use kernels that sum in different orders, so `per-token` is not
+        supported.
+        """
         return ("tuned", "pin") if device.type == "cuda" else INVARIANCE_MODES
 
     def allocate(

@@ -22,7 +22,7 @@ LEAST_SHARE = 1 << 20
 
 @dataclass(frozen=True)
 class Run:
-    """Requests that the decode kernel handles in one call; each one's tokens are of one page."""
+    """Requests that the decode kernel handles in one call; each request's tokens are of one page."""
 
     table: np.ndarray
     rows: np.ndarray
@@ -43,7 +43,7 @@ class Run:
         )
 
     def shares(self, heads: int, dim: int) -> list[tuple[int, int]]:
-        """Ranges of units, which are pairs of a request and a head: one range for each thread."""
+        """Return ranges of units, which are pairs of a request and a head: one range for each thread."""
         threads = 1 + min(torch.get_num_threads() - 1, int(self.work[-1]) * heads * dim // LEAST_SHARE)
         if threads == 1:
             return [(0, heads * len(self.rows))]
@@ -93,7 +93,7 @@ def _step(metadata: AttentionMetadata, query: Tensor) -> Step:
 
 
 def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
-    """For each page, int64 [2]: where a chunk's tokens of that page begin and end in the step."""
+    """Return, for each page, int64 [2]: where a chunk's tokens of that page begin and end in the step."""
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, (start // size + 1) * size)
@@ -102,7 +102,9 @@ def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
 
 
 def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGroup]:
-    """The tokens of each page as a group. The first two pages are one group: they see no quantized tokens."""
+    """Return the tokens of each page as a group. The first two pages are one group: their tokens see no
+    quantized tokens.
+    """
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, max(start // size + 1, 2) * size)

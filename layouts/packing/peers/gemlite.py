@@ -1,7 +1,7 @@
 """gemlite's Triton kernels for INT4 on CUDA, if the package is installed.
 
-Written for gemlite 0.6.0: its linear module packs, its functional call multiplies. It autotunes for a bucket
-of M when an M of that bucket first occurs, so every bucket must be warmed up before serving.
+Written for gemlite 0.6.0: its linear module packs, its functional call multiplies. gemlite autotunes for a
+bucket of M when an M of that bucket first occurs, so every bucket must be warmed up before serving.
 """
 
 import torch
@@ -24,11 +24,11 @@ MOST_SPLITS, LARGEST_BLOCK, LEAST_COLUMNS = 4, 256, 256
 
 
 class GemLite:
-    """bfloat16 and float16, integer and fractional zeros, more than one group a row.
+    """Serves bfloat16 and float16, integer and fractional zeros, and more than one group a row.
 
     K must be a multiple of the columns that any kernel of gemlite's handles in one iteration. Otherwise a
     kernel that splits K reads scales past their end in its last iteration and multiplies them by zeros; the
-    result is NaN if what it reads is not a finite number.
+    result is NaN if the memory there holds no finite number.
     """
 
     name = "gemlite"

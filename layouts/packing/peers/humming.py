@@ -1,6 +1,6 @@
 """humming's JIT-compiled CUDA kernels for INT4 and NVFP4, if the package is installed.
 
-Written for humming-kernels 0.1.19; uses its functions, not its module.
+The code is written for humming-kernels 0.1.19, and uses its functions, not its module.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class Humming:
-    """bfloat16 and float16; INT4 with integer and fractional zeros."""
+    """Serves bfloat16 and float16; INT4 with integer and fractional zeros."""
 
     name = "humming"
     kernel = "humming_gemm"
@@ -58,7 +58,9 @@ class Humming:
 
 
 def _tensors_of(weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors by humming's names. A word holds eight codes, the lowest k lowest: our bytes, as int32."""
+    """Return the tensors by humming's names. A word holds eight codes, the lowest k lowest: these are our
+    bytes, as int32.
+    """
     if isinstance(weight, NVFP4Weight):
         return {
             "weight": weight.codes.contiguous().view(torch.int32),
@@ -75,7 +77,7 @@ def _tensors_of(weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _packed_zeros(weight: Int4Weight) -> Tensor:
-    """int32 [N/8, K/g]: the zeros of eight rows a word, the first row's in the lowest nibble."""
+    """Return int32 [N/8, K/g]: the zeros of eight rows a word, the first row's in the lowest nibble."""
     return pack_nibbles(weight.zero_point.t().contiguous()).view(torch.int32).t().contiguous()
 
 
@@ -102,7 +104,7 @@ def _weight_schema(spec: WeightFormat) -> Any:
 
 @cache
 def _layer_config(n: int, k: int, spec: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
-    """humming's description of a layer; it depends on nothing but these."""
+    """Return humming's description of a layer, which depends on nothing but these arguments."""
     from humming.layer import HummingLayerMeta
     from humming.transform import prepare_layer_config
 

@@ -1,7 +1,8 @@
 """tinygemm: torch's INT4 product on CUDA, whose byte layout torchao calls `tile_packed_to_4d`.
 
-Its kernel reads and dequantizes the whole weight again for every 16 rows of x, so it is slower than the
-unquantized product from a small M on (pytorch/ao #3496). It is here for comparison: the gate must catch it.
+The kernel reads and dequantizes the whole weight again for every 16 rows of x, so it is slower than the
+unquantized product from a small M on (pytorch/ao #3496). The layout is here for comparison: the gate must
+catch it.
 
     codes           int32 [N'/8, K/16T, 32, T/2]: N' = N padded to 8, T = `inner_k_tiles(K)`
     scale_and_zero  bfloat16 [K/g, N', 2] (`int4_affine.py`)
@@ -22,7 +23,9 @@ SERVES = Serves((Int4,), "cuda", (torch.bfloat16,), capability=(8, 0))
 
 
 class Tinygemm:
-    """`_weight_int4pack_mm`: bfloat16, groups of 32 to 256, any N; integer and fractional zeros alike."""
+    """Multiplies by `_weight_int4pack_mm`: bfloat16, groups of 32 to 256, any N; integer and fractional zeros
+    alike.
+    """
 
     name = "tinygemm"
     kernel = "tinygemm_m16n8k16_chunk_kernel"
@@ -52,5 +55,7 @@ class Tinygemm:
 
 
 def inner_k_tiles(k: int) -> int:
-    """How many tiles of 16 columns the kernel keeps together: 8 as in torchao, fewer if K requires it."""
+    """Return how many tiles of 16 columns the kernel keeps together: 8 as in torchao, fewer if K requires
+    it.
+    """
     return next(tiles for tiles in INNER_K_TILES if k % (tiles * K_TILE) == 0)
