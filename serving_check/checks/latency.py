@@ -125,15 +125,21 @@ def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -
         return (
             f"the median request's is {typical:.2f}×, so a few are slow: pauses, or requests served unequally"
         )
-    fewest = min(measured, key=lambda other: other.m)
-    alone = _typical_ratio(fewest)
-    if fewest is level or (alone is not None and alone > bound):
+    ratios = {other.m: ratio for other in measured if (ratio := _typical_ratio(other)) is not None}
+    # Measuring may have ended at the first M, which need not be the smallest.
+    fewest = min(ratios, default=level.m)
+    alone = ratios.get(fewest, math.inf)
+    if fewest == level.m > 1:
         return (
-            f"every decode step takes longer, from M={fewest.m} on ({alone or math.inf:.2f}×), so the batch "
-            "size is not the cause: look for a slow kernel or layout, or slow engine work between steps"
+            f"every decode step takes longer at M={fewest} ({alone:.2f}×); no smaller M was measured, so it is "
+            "not known whether the batch size is the cause"
         )
-    known = "" if alone is None else f" (M={fewest.m}: {alone:.2f}×)"
-    return f"decode steps take longer as the batch grows{known}"
+    if fewest == level.m or alone > bound:
+        return (
+            f"every decode step takes longer, from M={fewest} on ({alone:.2f}×), so the batch size is not the "
+            "cause: look for a slow kernel or layout, or slow engine work between steps"
+        )
+    return f"decode steps take longer as the batch grows (M={fewest}: {alone:.2f}×)"
 
 
 def _typical_ratio(level: MeasuredM) -> float | None:

@@ -246,6 +246,10 @@ def test_a_slow_tpot_is_put_down_to_what_the_other_ms_and_requests_show():
     assert "longer as the batch grows (M=1: 1.00×)" in growing
     alone = check_latency([measured_m(1, 0.11), measured_m(8, 0.11)], BOUNDS).reason
     assert "from M=1 on (9.2" in alone and "as the batch grows" not in alone
+    for unmeasured in ([], [MeasuredM(1)]):
+        first = check_latency([*unmeasured, measured_m(8, 0.11)], BOUNDS).reason
+        assert "every decode step takes longer at M=8 (9.2" in first and "batch grows" not in first
+        assert "not known whether the batch size is the cause" in first
     few = measured_m(8, 1.0)
     for block in few.blocks:
         block.artifact = [replace(one, tpots=(*one.tpots[:7], one.tpots[7] * 9)) for one in block.artifact]
