@@ -131,13 +131,13 @@ def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -
     alone = ratios.get(fewest, math.inf)
     if fewest == level.m > 1:
         return (
-            f"every decode step takes longer at M={fewest} ({alone:.2f}×); no smaller M was measured, so it is "
-            "not known whether the batch size is the cause"
+            f"every decode step takes longer at M={fewest} ({alone:.2f}×); no smaller M was measured, so it "
+            "is not known whether the batch size is the cause"
         )
     if fewest == level.m or alone > bound:
         return (
-            f"every decode step takes longer, from M={fewest} on ({alone:.2f}×), so the batch size is not the "
-            "cause: look for a slow kernel or layout, or slow engine work between steps"
+            f"every decode step takes longer, from M={fewest} on ({alone:.2f}×), so the batch size is not "
+            "the cause: look for a slow kernel or layout, or slow engine work between steps"
         )
     return f"decode steps take longer as the batch grows (M={fewest}: {alone:.2f}×)"
 

@@ -3,9 +3,10 @@
 Not for how likely its tokens are, which takes the models' logits.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..workload.answers import Alternatives, Answer
+from ..workload.answers import Alternatives, Answer, Envelope
 from ..workload.open_loop import LOGPROBS, OpenLoopResult
 from ..workload.spec import RequestRecord
 from ..workload.use_plan import PlannedRequest
@@ -23,6 +24,13 @@ change how a request's logits are rounded, by about 0.01 nats in bfloat16, so at
 differently. Two different seeds seldom draw four equal tokens."""
 
 
+CLOCK_ERROR_S = 0.2
+"""Seconds by which the difference of two clocks may change in a block of some seconds: an adjusted clock."""
+MOST_CLOCK_S = 86_400.0
+"""Seconds by which the clocks of two machines may differ: a day, for one that is in another time zone."""
+SHOWN = 3
+
+
 def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...]:
     """For each wrong answer, its kind and its error.
 
@@ -35,7 +43,9 @@ def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...
             if problems:
                 found.append(f"{planned.kind}: {'; '.join(problems)}")
             found += _of_head(record, record.answer, result.model)
-    return tuple(found)
+            if record.envelope is not None:
+                found += _of_envelope(planned, record.envelope)
+    return (*found, *_ids_told_twice(result), *_created_off(result))
 
 
 def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
@@ -66,6 +76,64 @@ def _of_head(record: RequestRecord, answer: Answer, model: str | None) -> Iterat
             f"usage: it says {record.total_tokens} tokens in all, with {prompt} of the prompt and {output} "
             "of the answer"
         )
+
+
+def _of_envelope(planned: PlannedRequest, envelope: Envelope) -> Iterator[str]:
+    """Checks what an answer says beside its text; what all answers say together is checked elsewhere."""
+    if len(envelope.ids) != 1 or not envelope.ids[0]:
+        yield f"id: one answer has {_told(envelope.ids)}"
+    name = "chat.completion.chunk" if planned.messages else "text_completion"
+    if envelope.objects != (name,):
+        yield f"object: an answer is {_told(envelope.objects)}, it should be {name!r}"
+    if len(envelope.created) != 1 or envelope.created[0] is None:
+        yield f"created: one answer has {_told(envelope.created)}"
+    if not set(envelope.indexes) <= set(range(planned.choices)):
+        told = _told(envelope.indexes)
+        yield f"choices: {planned.choices} were asked for, and there are those of index {told}"
+    if planned.messages and set(envelope.roles) != {"assistant"}:
+        yield f"role: a chat's answer begins with {_told(envelope.roles)}"
+
+
+def _told(values: Sequence[object]) -> str:
+    shown = ", ".join(repr(value) for value in values[:SHOWN]) or "none"
+    return shown + (f" and {len(values) - SHOWN} more" if len(values) > SHOWN else "")
+
+
+def _envelopes(result: OpenLoopResult) -> list[tuple[RequestRecord, Envelope]]:
+    return [
+        (record, record.envelope)
+        for record in result.records
+        if record.error is None and record.envelope is not None
+    ]
+
+
+def _ids_told_twice(result: OpenLoopResult) -> Iterator[str]:
+    """One for each id that several answers have."""
+    told = Counter(id for _, envelope in _envelopes(result) for id in envelope.ids if id)
+    for count in told.values():
+        if count > 1:
+            yield f"id: {count} answers have the same"
+
+
+def _created_off(result: OpenLoopResult) -> Iterator[str]:
+    """Whether answers were made when they say, by the server's own clock.
+
+    That clock may differ from ours, but by the same at each answer. Whole seconds are rounded down.
+    """
+    times = [
+        (created, record.start, record.start + record.e2el)
+        for record, envelope in _envelopes(result)
+        for created in envelope.created
+        if created is not None
+    ]
+    if not times or result.began_at is None:
+        return
+    earliest = max(created - ended for created, _, ended in times)
+    latest = min(created + 1 - started for created, started, _ in times)
+    if earliest - latest > CLOCK_ERROR_S:
+        yield "created: the times do not follow when requests were sent and answered"
+    elif not abs(latest - result.began_at) < MOST_CLOCK_S:
+        yield f"created: the times are {latest - result.began_at:+.0f} s from this machine's clock"
 
 
 def _problems(

@@ -8,7 +8,9 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,47 @@ def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
     )
 
 
+@dataclass(frozen=True)
+class Envelope:
+    """What an answer says beside the text of its choices: of each field, all different values."""
+
+    ids: tuple[str | None, ...]
+    objects: tuple[str | None, ...]
+    created: tuple[int | None, ...]
+    """Seconds since 1970; None if an event has no whole number there."""
+    indexes: tuple[int | None, ...]
+    """The indexes of the choices."""
+    roles: tuple[str | None, ...]
+    """The role in the first part of each choice of a chat; None if it has none."""
+
+
+def read_envelope(events: Iterable[bytes]) -> Envelope:
+    """The fields of all `data: {...}` events; events that are no JSON object are left out."""
+    ids: dict[str | None, None] = {}
+    objects: dict[str | None, None] = {}
+    created: dict[int | None, None] = {}
+    roles: dict[int | None, str | None] = {}
+    for event in events:
+        try:
+            parsed = json.loads(event.partition(b"data:")[2])
+            choices = [choice for choice in parsed["choices"] if isinstance(choice, dict)]
+        except (ValueError, KeyError, TypeError):
+            continue
+        ids.setdefault(_of_type(str, parsed.get("id")))
+        objects.setdefault(_of_type(str, parsed.get("object")))
+        created.setdefault(_of_type(int, parsed.get("created")))
+        for choice in choices:
+            delta = choice.get("delta") or choice.get("message") or {}
+            roles.setdefault(_of_type(int, choice.get("index")), _of_type(str, delta.get("role")))
+    return Envelope(tuple(ids), tuple(objects), tuple(created), tuple(roles), tuple(roles.values()))
+
+
 PARSED = ("reasoning", "reasoning_content", "tool_calls")
 """Parts of a chat's delta besides its content."""
+
+
+def _of_type(kind: type[T], value: object) -> T | None:
+    return value if type(value) is kind else None
 
 
 def _choices(events: Iterable[bytes], index: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import aiohttp
 
 from ..adapters.endpoint import Endpoint
-from .answers import read_answer
+from .answers import read_answer, read_envelope
 from .engine_work import difference, preemptions, steps_by_running
 from .sending import Body, StreamedRequest, read_metrics, stream_answer, streamed_body
 from .spec import RequestRecord
@@ -46,6 +46,8 @@ class OpenLoopResult:
     preemptions: int | None
     model: str | None = None
     """The name that requests call the model by."""
+    began_at: float | None = None
+    """When the clock of the records was zero, in seconds since 1970; None if it is not known."""
 
 
 def run_open_loop(
@@ -67,7 +69,7 @@ async def _run(
         before = await read_metrics(session, endpoint)
         # As in the closed loop: what is there already is not looked at again meanwhile.
         gc.freeze()
-        origin = time.perf_counter()
+        origin, began_at = time.perf_counter(), time.time()
 
         async def send(at: float, request: StreamedRequest) -> tuple[RequestRecord, list[bytes]]:
             await asyncio.sleep(at - (time.perf_counter() - origin))
@@ -82,6 +84,7 @@ async def _run(
             record,
             prompt=planned.prompt,
             answer=read_answer(events),
+            envelope=read_envelope(events),
             other_choices=tuple(read_answer(events, choice) for choice in range(1, planned.choices)),
         )
         for planned, (record, events) in zip(requests, sent, strict=True)
@@ -97,6 +100,7 @@ async def _run(
         generation_tokens=difference(before, after, endpoint.series.generation_tokens),
         preemptions=preemptions(before, after, endpoint.series),
         model=endpoint.model,
+        began_at=began_at,
     )
 
 

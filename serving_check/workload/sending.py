@@ -36,7 +36,7 @@ class StreamedRequest:
     """How many tokens the answer must have, or all choices together, else it is an error; None if it may
     end earlier."""
     keeps_events: bool
-    """Whether the stream's events that have a choice are kept."""
+    """Whether the stream's events that have a choice or usage are kept."""
     abort_after: int | None = None
     """After how many events with a choice the client closes the connection; None to read to the end."""
     choices: int = 1
@@ -70,8 +70,8 @@ def streamed_body(
 async def stream_answer(
     session: aiohttp.ClientSession, request: StreamedRequest, origin: float
 ) -> tuple[RequestRecord, list[bytes]]:
-    """Send one request and read its stream to the end; returns its record, and the events with a choice if
-    they are kept.
+    """Send one request and read its stream to the end; returns its record, and the events with a choice or
+    usage if they are kept.
     """
     sent = time.perf_counter()
     stamps: list[float] = []
@@ -121,7 +121,7 @@ async def _read_stream(
     """Note the time of every event with a choice, the first of several; return the usage, and an error if
     there was one.
 
-    kept: gets those events, if the request keeps them
+    kept: gets those events, and those with usage, if the request keeps them
     """
     usage: dict[str, int] = {}
     pending = b""
@@ -142,6 +142,8 @@ async def _read_stream(
             elif _HAS_ERROR.search(event):
                 return usage, _message(event.removeprefix(b"data: "))
             if _HAS_USAGE.search(event):
+                if request.keeps_events and kept[-1:] != [event]:
+                    kept.append(event)
                 usage = json.loads(event.removeprefix(b"data: "))["usage"]
     return usage, "the stream ended without [DONE]"
 

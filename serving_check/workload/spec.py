@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-from .answers import Answer
+from .answers import Answer, Envelope
 from .engine_work import EngineWork
 
 MILLISECONDS = 1000.0
@@ -63,6 +63,8 @@ class RequestRecord:
     """The answer; None unless answers are kept."""
     other_choices: tuple[Answer, ...] = field(default=(), repr=False)
     """The answers after the first, if several were requested and answers are kept."""
+    envelope: Envelope | None = field(default=None, repr=False)
+    """What the answer says beside its text; None unless a load as in use asked for it."""
     total_tokens: int | None = None
     """The tokens of prompt and answer together, by the server's usage; None if it has no such field."""
 

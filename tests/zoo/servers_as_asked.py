@@ -4,7 +4,9 @@ Only a load as in use shows them, since all other requests set few fields. `serv
 of contexts, batches and speed that only such a load shows.
 """
 
+import itertools
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from .server_fault import Deltas, M, Traffic
 from .servers_in_use import FEW_TOKENS, before_answering, hidden
 
 Events = AsyncIterator[bytes]
+STARTED = int(time.time())
 
 
 # What a request asks for, before the engine gets it.
@@ -167,3 +170,58 @@ async def totals_without_the_prompt(events: Events) -> Events:
 async def another_model_in_the_answer(events: Events) -> Events:
     async for some in events:
         yield some.replace(b'"model":"', b'"model":"another/')
+
+
+def in_events(pattern: bytes, change: Callable[[re.Match[bytes]], bytes]) -> Callable[[Events], Events]:
+    """Changes whatever matches in all events of a stream."""
+
+    async def changed(events: Events) -> Events:
+        async for some in events:
+            yield re.sub(pattern, change, some)
+
+    return changed
+
+
+@hidden("events", "answers as asked", "id: one answer has")
+def another_id_in_every_chunk(events: Events) -> Events:
+    count = itertools.count()
+    return in_events(rb'"id":"', lambda found: found[0] + b"%d-" % next(count))(events)
+
+
+@hidden("events", "answers as asked", "answers have the same")
+def one_id_for_all_answers(events: Events) -> Events:
+    return in_events(rb'"id":"[^"]*"', lambda found: b'"id":"cmpl-1"')(events)
+
+
+@hidden("events", "answers as asked", "created: one answer has")
+def another_time_in_every_chunk(events: Events) -> Events:
+    count = itertools.count()
+    return in_events(rb'"created":(\d+)', lambda found: b'"created":%d' % (int(found[1]) + next(count)))(
+        events
+    )
+
+
+@hidden("events", "answers as asked", "created: the times do not follow")
+def created_when_the_server_was(events: Events) -> Events:
+    return in_events(rb'"created":\d+', lambda found: b'"created":%d' % STARTED)(events)
+
+
+@hidden("events", "answers as asked", "created: the times are")
+def created_in_milliseconds(events: Events) -> Events:
+    return in_events(rb'"created":\d+', lambda found: found[0] + b"000")(events)
+
+
+@hidden("events", "answers as asked", "object: an answer is")
+def chunks_called_whole_answers(events: Events) -> Events:
+    return in_events(rb'"chat.completion.chunk"', lambda found: b'"chat.completion"')(events)
+
+
+@hidden("events", "answers as asked", "role: a chat's answer begins with None")
+def no_role(events: Events) -> Events:
+    return in_events(rb'"role":"assistant",', lambda found: b"")(events)
+
+
+@hidden("events", "answers as asked", "choices: 1 were asked for")
+def one_choice_too_many(events: Events) -> Events:
+    more = b'[{"index":9,"text":"","logprobs":null,"finish_reason":null},'
+    return in_events(rb'"choices":\[(?={)', lambda found: b'"choices":' + more)(events)

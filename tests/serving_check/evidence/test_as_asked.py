@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.as_asked import not_as_asked, seeds_kept
-from scalegate.serving_check.workload.answers import Alternatives, Answer
+from scalegate.serving_check.workload.answers import Alternatives, Answer, Envelope
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
 from scalegate.serving_check.workload.spec import RequestRecord
 from scalegate.serving_check.workload.use_plan import PlannedRequest
@@ -210,3 +210,64 @@ def test_answers_with_one_seed_are_compared_by_how_they_begin():
     assert seeds_kept(result) == (True, False, True)
     untold = [replace(record, answer=Answer(record.answer.text, None, "length")) for record in records]
     assert seeds_kept(replace(result, records=tuple(untold))) == (True, False, True)
+
+
+ENVELOPE = Envelope(("a",), ("text_completion",), (1000,), (0,), (None,))
+CHAT = replace(ENVELOPE, objects=("chat.completion.chunk",), roles=("assistant",))
+
+
+def told_beside(*envelopes, kind="greedy", starts=(0.0, 3.0, 6.0), took=1.0):
+    """What is wrong with what answers say beside their text; the clock of the starts began at 1000."""
+    planned, _, answer = SOUND[kind]
+    records = tuple(
+        RequestRecord(start, 0.1, (), took, 4, 2, None, planned.prompt, answer, envelope=envelope)
+        for start, envelope in zip(starts, envelopes, strict=False)
+    )
+    result = OpenLoopResult(0.0, 9.0, (planned,) * len(records), records, None, None, None, began_at=1000.0)
+    return not_as_asked(result, LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "envelope", "words"),
+    [
+        (
+            "greedy",
+            replace(ENVELOPE, ids=("a", "b", "c", "d")),
+            "id: one answer has 'a', 'b', 'c' and 1 more",
+        ),
+        ("greedy", replace(ENVELOPE, ids=(None,)), "id: one answer has None"),
+        ("greedy", replace(ENVELOPE, objects=("chunk",)), "object: an answer is 'chunk', it should be"),
+        ("greedy", replace(ENVELOPE, created=(1000, 1001)), "created: one answer has 1000, 1001"),
+        (
+            "greedy",
+            replace(ENVELOPE, indexes=(0, 1)),
+            "choices: 1 were asked for, and there are those of index",
+        ),
+        ("chat", replace(CHAT, roles=(None,)), "role: a chat's answer begins with None"),
+        ("chat", replace(CHAT, objects=("chat.completion",)), "object: an answer is 'chat.completion', it"),
+        ("greedy", replace(ENVELOPE, created=(1000_000,)), "created: the times are +999001 s from"),
+    ],
+)
+def test_what_is_wrong_beside_the_text_is_named(kind, envelope, words):
+    sound = CHAT if kind == "chat" else ENVELOPE
+    assert told_beside(sound, kind=kind) == ()
+    (problem,) = told_beside(envelope, kind=kind)
+    assert problem.startswith(words)
+
+
+def test_ids_of_different_answers_are_different():
+    other = replace(ENVELOPE, ids=("b",), created=(1003,))
+    assert told_beside(ENVELOPE, other) == ()
+    assert told_beside(ENVELOPE, replace(other, ids=("a",))) == ("id: 2 answers have the same",)
+
+
+@pytest.mark.parametrize("clock", [0, 3600])
+def test_times_of_answers_follow_when_they_were_sent_by_any_clock(clock):
+    sent = [
+        replace(ENVELOPE, ids=(id,), created=(clock + second,))
+        for id, second in zip("abc", (1000, 1003, 1007), strict=True)
+    ]
+    assert told_beside(*sent) == ()
+    still = [replace(envelope, created=(clock + 1000,)) for envelope in sent]
+    (problem,) = told_beside(*still)
+    assert "do not follow when requests were sent" in problem

@@ -2,7 +2,7 @@
 
 import json
 
-from scalegate.serving_check.workload.answers import read_answer
+from scalegate.serving_check.workload.answers import Envelope, read_answer, read_envelope
 
 
 def events(*chunks):
@@ -70,3 +70,21 @@ def test_the_name_of_the_model_is_the_last_that_was_told():
 def test_a_completion_may_tell_its_prompt_in_its_choice():
     answer = read_answer(events({"choices": [{"text": "x", "prompt_token_ids": [1], "token_ids": [2]}]}))
     assert answer.prompt_token_ids == (1,) and list(answer.token_ids) == [2]
+
+
+def test_an_envelope_has_all_different_values_of_its_events():
+    def chunk(at, **delta):
+        choice = {"index": at % 2, "delta": delta}
+        return {"id": f"c{at % 2}", "object": "chunk", "created": 7 + at, "choices": [choice]}
+
+    usage = {"id": "c9", "object": "chunk", "created": 7, "choices": [], "usage": {}}
+    told = read_envelope(
+        events(chunk(0, role="assistant"), chunk(1, content="x"), chunk(0, content="y"), usage)
+    )
+    assert told == Envelope(("c0", "c1", "c9"), ("chunk",), (7, 8), (0, 1), ("assistant", None))
+
+
+def test_what_has_the_wrong_type_or_is_missing_in_an_envelope_is_none():
+    choice = {"index": "0", "text": "x"}
+    told = read_envelope([*events({"id": 3, "created": 1.5, "choices": [choice]}), b"data: [DONE]"])
+    assert told == Envelope((None,), (None,), (None,), (None,), (None,))
