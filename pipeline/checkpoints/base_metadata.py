@@ -1,6 +1,7 @@
 """The metadata in the front matter of the base model's card: licence, languages, tags and the like.
 
-It is read once, when an artifact is made, so that a card can be written later without the base or a network.
+The metadata is read once, when an artifact is made, so that a card can be written later without the base or a
+network.
 """
 
 from collections.abc import Mapping
@@ -32,9 +33,10 @@ CARRIED_FIELDS = (
 
 
 def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
-    """The carried fields of `folder/README.md`'s front matter; empty if there is none.
+    """Return the carried fields of `folder/README.md`'s front matter; empty if there is none.
 
-    UserError if it cannot be read: otherwise the artifact's card would silently lose the base's licence.
+    Raise UserError if the file cannot be read: otherwise the artifact's card would silently lose the base's
+    licence.
     """
     path = folder / CARD_NAME
     if not path.exists():
@@ -47,7 +49,7 @@ def read_base_metadata(folder: Path) -> dict[str, str | list[str]]:
 
 
 def carried(front_matter: Mapping[str, Any]) -> dict[str, str | list[str]]:
-    """The carried fields that are short lines of text, or lists of them."""
+    """Return the carried fields that are short lines of text, or lists of them."""
     found: dict[str, str | list[str]] = {}
     for name in CARRIED_FIELDS:
         value = front_matter.get(name)

@@ -1,8 +1,9 @@
-"""Finds the checkpoint that an artifact is compared with if the user names none, and recognizes it by its
-digest.
+"""Finds the checkpoint that an artifact is compared with if the user names none, and recognizes that
+checkpoint by its digest.
 
-From the artifact's own records only; nothing is searched for and nothing is guessed. A folder's path is kept
-in a separate record: `scalegate.json`, which is published, contains only the folder's name and digests.
+The baseline is found from the artifact's own records only; nothing is searched for and nothing is guessed. A
+folder's path is kept in a separate record: `scalegate.json`, which is published, contains only the folder's
+name and digests.
 """
 
 import os
@@ -20,10 +21,10 @@ MAX_PATH_BYTES = 1 << 16
 
 
 def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | None = None) -> Checkpoint:
-    """The given checkpoint, or the one that the artifact was made from, without the tensors that its recipe
-    left out.
+    """Return the given checkpoint, or the one that the artifact was made from, without the tensors that its
+    recipe left out.
 
-    UserError if it cannot be opened, or is the quantized artifact itself.
+    Raise UserError if the baseline cannot be opened, or is the quantized artifact itself.
     """
     if baseline is not None:
         return _without_left_out(artifact, _refuse_itself(artifact, open_checkpoint(baseline, revision)))
@@ -43,18 +44,17 @@ def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | No
 
 
 def _without_left_out(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
-    """`baseline` without the tensors that the artifact's recipe left out, so that the comparison does not
-    miss them.
+    """Return `baseline` without the tensors that the artifact's recipe left out, so that the comparison does
+    not miss them.
     """
     names = artifact.manifest.quantization.get("left_out") if artifact.manifest else None
     return baseline.without(names) if isinstance(names, list) else baseline
 
 
 def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
-    """`baseline`, unless it is the artifact, or the same quantized checkpoint elsewhere.
+    """Return `baseline`, unless it is the artifact, or the same quantized checkpoint elsewhere.
 
-    A plain checkpoint may be compared with itself, to try a setting; if it was renamed, the weights check
-    fails it.
+    A plain checkpoint may be compared with itself, to try a setting; a renamed one fails the weights check.
     """
     is_quantized = artifact.quantization_config is not None
     is_there = artifact.folder.resolve() == baseline.folder.resolve()
@@ -68,7 +68,9 @@ def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
 
 
 def _are_the_same_bytes(artifact: Checkpoint, baseline: Checkpoint) -> bool:
-    """Whether both hold the same tensors byte for byte; the bytes are read only if the sizes agree."""
+    """Say whether both checkpoints hold the same tensors byte for byte; the bytes are read only if the sizes
+    agree.
+    """
     if [path.name for path in artifact.shards] != [path.name for path in baseline.shards] or any(
         ours.stat().st_size != theirs.stat().st_size
         for ours, theirs in zip(artifact.shards, baseline.shards, strict=True)
@@ -78,7 +80,7 @@ def _are_the_same_bytes(artifact: Checkpoint, baseline: Checkpoint) -> bool:
 
 
 def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> str:
-    """One sha256 over a checkpoint's config.json and shards, whatever else lies beside them.
+    """Return one sha256 over a checkpoint's config.json and shards, whatever else lies beside them.
 
     known: records of files that were hashed already; other files are read
     """
@@ -102,7 +104,7 @@ def remember_source(artifact: Path, source: Checkpoint) -> None:
 
 
 def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
-    """Source and revision from `scalegate.json`, else the `_name_or_path` of the config."""
+    """Return source and revision from `scalegate.json`, else the `_name_or_path` of the config."""
     manifest = artifact.manifest
     if manifest is not None:
         if manifest.source_revision is not None:
@@ -116,15 +118,15 @@ def recorded_source(artifact: Checkpoint) -> tuple[str | None, str | None]:
 
 
 def _source_folder(artifact: Path, name: str) -> str:
-    """The path of the source when the artifact was made; if it is gone, the folder of that name beside the
-    artifact.
+    """Return the path of the source when the artifact was made; if it is gone, the folder of that name beside
+    the artifact.
     """
     folder = _remembered(artifact)
     return str(artifact.resolve().parent / name) if folder is None else str(folder)
 
 
 def _remembered(artifact: Path) -> Path | None:
-    """The folder that the artifact was made from, if it was kept and is still there."""
+    """Return the folder that the artifact was made from, if it was kept and is still there."""
     record = artifact / SOURCE_NAME
     if not record.is_file():
         return None

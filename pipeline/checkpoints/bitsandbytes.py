@@ -1,9 +1,10 @@
 """bitsandbytes: NF4 and FP4 codes in blocks of the flattened weight, and INT8 with one scale per row.
 
 At four bits `<module>.weight` is uint8 [N * K / 2, 1], or the same bytes in a wider dtype, and the first code
-of a byte is in its high nibble; with it are stored the `absmax` of each block, the `quant_map` of the sixteen
-values, and a JSON state. `absmax` may be quantized in its turn. At eight bits the weight is int8 [N, K], and
-`SCB` has each row's largest magnitude; it is decoded to the dtype of the 16-bit tensors beside it.
+of a byte is in its high nibble. The weight comes with the `absmax` of each block, the `quant_map` of the
+sixteen values, and a JSON state. `absmax` may be quantized in its turn. At eight bits the weight is int8 [N,
+K], and `SCB` has each row's largest magnitude; the weight is decoded to the dtype of the 16-bit tensors
+beside it.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def decoded_bitsandbytes(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
-    """Maps the name of each weight's codes to the decoded weight and to the tensors that it is made from."""
+    """Map the name of each weight's codes to the decoded weight and to the tensors that the weight is made
+    from.
+    """
     made: dict[str, tuple[DecodedTensor, tuple[str, ...]]] = {}
     for name, info in tensors.items():
         if STATE in name:
@@ -84,7 +87,7 @@ class _FourBits:
     k: int
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """The decoded rows `start:stop`, [stop - start, K]."""
+        """Return the decoded rows `start:stop`, [stop - start, K]."""
         first, last = start * self.k, stop * self.k
         packed = self.codes.read().flatten().view(torch.uint8)[first // 2 : last // 2]
         codes = torch.stack((packed >> 4, packed & 0xF), dim=-1).flatten()

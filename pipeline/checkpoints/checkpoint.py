@@ -1,6 +1,6 @@
 """Opening a checkpoint, a folder or a Hub id: its config and where its tensors lie, checked before any work.
 
-Not for the meaning of the tensors: `conventions/`.
+The meaning of the tensors is defined in `conventions/`.
 """
 
 import os
@@ -77,17 +77,19 @@ class Checkpoint:
 
     @property
     def public_name(self) -> str:
-        """The Hub id, or the folder's own name: published records use this name."""
+        """Return the Hub id, or the folder's own name: published records use this name."""
         return self.source if self.revision is not None else self.folder.resolve().name
 
     @cached_property
     def manifest(self) -> Artifact | None:
-        """The artifact's manifest, read once; None if this is no artifact. UserError if it cannot be read."""
+        """Return the artifact's manifest, read once; None if this is no artifact. Raise UserError if the
+        manifest cannot be read.
+        """
         return Artifact.read(self.folder) if (self.folder / MANIFEST_NAME).is_file() else None
 
     @property
     def is_released(self) -> bool:
-        """Whether the release itself is FP8, and FP8 is not just how a source stores 16-bit weights."""
+        """Say whether the release itself is FP8, and FP8 is not just how a source stores 16-bit weights."""
         return self.as_released or (self.folder / MANIFEST_NAME).is_file()
 
     @property
@@ -100,16 +102,16 @@ class Checkpoint:
 
     @property
     def context(self) -> int | None:
-        """The largest number of tokens in a request, prompt and answer together; None if the config does not
-        say.
+        """Return the largest number of tokens in a request, prompt and answer together; None if the config
+        does not say.
         """
         context = (self.config.get("text_config") or self.config).get("max_position_embeddings")
         return context if isinstance(context, int) else None
 
     @property
     def context_served(self) -> int | None:
-        """The model's context, or a shorter one that the embedded engine can serve: up to where position
-        encodings depend on the batch, or where attention becomes sparse."""
+        """Return the model's context, or a shorter one that the embedded engine can serve: up to where
+        position encodings depend on the batch, or where attention becomes sparse."""
         section = self.config.get("text_config") or self.config
         limits = [self.context, None if "index_kpool" in section else section.get("index_topk")]
         for rope in (section.get("rope_parameters"), section.get("rope_scaling")):
@@ -125,7 +127,9 @@ class Checkpoint:
 
     @property
     def other_inputs(self) -> tuple[str, ...]:
-        """The inputs that the model takes besides text, by the sections of its config: `images`, `sound`."""
+        """Return the inputs that the model takes besides text, by the sections of its config: `images`,
+        `sound`.
+        """
         sections = [key for key, value in self.config.items() if isinstance(value, dict)]
         return tuple(kind for kind, tower in OTHER_INPUTS.items() if any(map(tower.search, sections)))
 
@@ -138,22 +142,22 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def without(self, names: Collection[str]) -> "Checkpoint":
-        """The checkpoint as if it did not have these tensors."""
+        """Return the checkpoint as if it did not have these tensors."""
         left = tuple(name for name in self.tensors if name in names)
         kept = {name: info for name, info in self.tensors.items() if name not in names}
         return replace(self, tensors=kept, left_out=(*self.left_out, *left))
 
     def read(self, name: str) -> Tensor:
-        """One tensor on the CPU, in its own memory; nothing else is read or kept."""
+        """Return one tensor on the CPU, in its own memory; nothing else is read or kept."""
         return self.tensors[name].read()
 
     def metadata(self, file: Path) -> dict[str, str]:
-        """The `__metadata__` of one shard's header."""
+        """Return the `__metadata__` of one shard's header."""
         return self.headers[file].metadata
 
     def other_files(self, more: Iterable[str] = ()) -> CompanionFiles:
-        """The files that go with the weights (tokenizer, chat template, licence, ...), and the files that are
-        left out.
+        """Return the files that go with the weights (tokenizer, chat template, licence, ...), and the files
+        that are left out.
 
         more: patterns of files beyond the known kinds, a recipe's `files`
         """
@@ -161,7 +165,9 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """Open the folder `model`, or download the Hub repository of that id, and check that it is whole."""
+    """Open the folder `model`, or download the Hub repository of that id, and check that the checkpoint is
+    whole.
+    """
     model = str(model)
     if not model.isprintable():
         raise UserError(f"{model!a} holds characters that cannot be printed; give another name")
@@ -197,7 +203,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
 
 def _snapshot_of(folder: Path) -> tuple[str, str] | None:
-    """The Hub id and the commit of a folder in a Hub cache, `models--ORG--NAME/snapshots/COMMIT`; else
+    """Return the Hub id and the commit of a folder in a Hub cache, `models--ORG--NAME/snapshots/COMMIT`; else
     None."""
     place = folder.absolute()
     commit, snapshots, repository = place.name, place.parent.name, place.parent.parent.name
@@ -208,7 +214,7 @@ def _snapshot_of(folder: Path) -> tuple[str, str] | None:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """UserError if the folder holds no model but an adapter."""
+    """Raise UserError if the folder holds no model but an adapter."""
     weights = [path.name for path in folder.glob("*.safetensors")]
     if (folder / ADAPTER_CONFIG).is_file() and all(name.startswith("adapter_") for name in weights):
         raise UserError(
@@ -222,7 +228,7 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`folder`'s config.json, with an architecture transformers knows. Raises UserError otherwise."""
+    """Return `folder`'s config.json, with an architecture transformers knows. Raises UserError otherwise."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         if not any(folder.iterdir()):
@@ -273,9 +279,9 @@ def _find_shards(folder: Path) -> list[Path]:
 def _unindexed_shards(
     folder: Path, tensors: Mapping[str, TensorInfo], headers: Mapping[Path, SafetensorsHeader]
 ) -> dict[Path, SafetensorsHeader]:
-    """Further safetensors files with tensors of their own, each with its header.
+    """Return further safetensors files with tensors of their own, each with its header.
 
-    Not the files that hold the same tensors again, in another precision or under their makers' names.
+    Files that hold the same tensors again, in another precision or under their makers' names, are left out.
     """
     found: dict[Path, SafetensorsHeader] = {}
     known = set(tensors)

@@ -2,7 +2,7 @@
 release.
 
 Only files of known kinds, by name, in the folder itself: files that a tokenizer, a processor or an engine
-reads, or that a licence requires. Code (`*.py`) is not among them; a recipe's `files` adds patterns.
+reads, or that a licence requires. Code (`*.py`) is left out; a recipe's `files` adds patterns.
 """
 
 import fnmatch
@@ -47,7 +47,7 @@ class CompanionFiles:
 
 
 def is_known(name: str, more: Iterable[str] = ()) -> bool:
-    """Whether a file of this relative name goes along; `more`: further patterns of such files."""
+    """Say whether a file of this relative name goes along; `more`: further patterns of such files."""
     lower = name.lower()
     stem, suffix = os.path.splitext(lower)
     licence = "/" not in name and stem.startswith(LICENCES) and suffix in LICENCE_SUFFIXES
@@ -56,7 +56,7 @@ def is_known(name: str, more: Iterable[str] = ()) -> bool:
 
 
 def companion_files(folder: Path, more: Iterable[str] = ()) -> CompanionFiles:
-    """The files of `folder` that go with its weights, without config.json; `more`: a recipe's `files`.
+    """Return the files of `folder` that go with its weights, without config.json; `more`: a recipe's `files`.
 
     Weights in any format, their indexes, hidden files, config.json and Scalegate's own records are neither
     taken along nor listed.
@@ -77,7 +77,7 @@ def companion_files(folder: Path, more: Iterable[str] = ()) -> CompanionFiles:
 
 
 def refuse_strangers(folder: Path, names: Iterable[str], recipe_files: object) -> None:
-    """UserError if an artifact's manifest names files of kinds that are not published."""
+    """Raise UserError if an artifact's manifest names files of kinds that are not published."""
     more = recipe_files if isinstance(recipe_files, list) else []
     more = [pattern for pattern in more if isinstance(pattern, str)]
     strange = sorted(n for n in names if not is_known(n, more) and not any(_matches(n, w) for w in WEIGHTS))
@@ -90,7 +90,7 @@ def refuse_strangers(folder: Path, names: Iterable[str], recipe_files: object) -
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A shell pattern over the whole relative path, `*` within one folder."""
+    """Return a shell pattern over the whole relative path, `*` within one folder."""
     parts, patterns = name.split("/"), pattern.split("/")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
@@ -103,7 +103,7 @@ def _is_of_the_weights(name: str) -> bool:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """All files under `folder` except hidden ones, sorted; links are not followed."""
+    """Yield all files under `folder` except hidden ones, sorted; links are not followed."""
     found: list[str] = []
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -1,6 +1,6 @@
 """The sections of a config.json that Scalegate reads itself: their types, and sizes that fit the weights.
 
-transformers checks everything else in it. Not for what a quantization section means: `conventions/`.
+transformers checks everything else in the config. `conventions/` defines what a quantization section means.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ _QUANTIZATION: TypeAdapter[_Quantization] = TypeAdapter(_Quantization)
 
 
 def refuse_malformed(config: Mapping[str, Any], where: str) -> None:
-    """UserError if a section that is read here and in `conventions/` has values of other types than it
+    """Raise UserError if a section that is read here and in `conventions/` has values of other types than it
     should.
     """
     text = config.get("text_config")
@@ -82,7 +82,9 @@ def refuse_malformed_quantization(section: Any, where: str) -> None:
 
 
 def refuse_sizes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str) -> None:
-    """UserError if the config describes a model far larger than its weights, which nobody could build."""
+    """Raise UserError if the config describes a model far larger than its weights, which nobody could
+    build.
+    """
     largest = max((length for info in tensors.values() for length in info.shape), default=0)
     for section in (config, config.get("text_config") or {}):
         for names, limit, of in (

@@ -1,7 +1,7 @@
 """Dequantizes weights that a checkpoint stores in 4 or 8 bits to 16-bit tensors.
 
-The contract; each format is a file of its own. They are for sources and baselines: nothing is served in these
-formats. FP8 is `float_source.py`.
+This file is the contract; each format has a file of its own. Decoded tensors are for sources and baselines:
+nothing is served in these formats. FP8 is `float_source.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,7 @@ class DecodedTensor(TensorInfo):
 def as_decoded(
     tensors: Mapping[str, TensorInfo], made: Mapping[str, tuple[DecodedTensor, tuple[str, ...]]]
 ) -> dict[str, TensorInfo]:
-    """`tensors` with each decoded tensor in place of the tensors that it is made from.
+    """Return `tensors` with each decoded tensor in place of the tensors that it is made from.
 
     made: by the name of the first source tensor in the files, the decoded tensor and all source tensors that
     it replaces
@@ -72,7 +72,7 @@ def decoded(
 
 
 def as_matrix(info: TensorInfo) -> TensorInfo:
-    """The tensor with all dimensions but the last as one."""
+    """Return the tensor with all dimensions but the last as one."""
     rows = 1
     for length in info.shape[:-1]:
         rows *= length

@@ -1,6 +1,6 @@
 """The default dtype that a checkpoint runs in, from its config and headers alone.
 
-Not for which one a CPU is faster in (`validation/cpu_dtype.py`).
+`validation/cpu_dtype.py` finds the dtype in which a CPU is faster.
 """
 
 import torch
@@ -11,7 +11,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def default_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The config's dtype; if it has none, the dtype of the first unquantized tensor, or else bf16."""
+    """Return the config's dtype; if it has none, the dtype of the first unquantized tensor, or else bf16."""
     text = checkpoint.config.get("text_config") or {}
     for section in (checkpoint.config, text):
         name = section.get("dtype") or section.get("torch_dtype")

@@ -1,6 +1,6 @@
 """Fetching a checkpoint from the Hugging Face Hub; each way it can fail has its own message.
 
-Not for uploading, which is `push.py`, and not for looking inside what was fetched.
+Uploading is in `push.py`; the fetched files are not looked into here.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ IGNORED_FILES = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onn
 def download_checkpoint(
     repo_id: str, revision: str | None, ignored: Sequence[str] = IGNORED_FILES
 ) -> tuple[Path, str]:
-    """Download `repo_id`; returns its local folder and its commit, from the cache if there is no network."""
+    """Download `repo_id`; return its local folder and its commit, from the cache if there is no network."""
     at = f" at revision {revision!r}" if revision else ""
     if not constants.is_offline_mode():
         require_hub_access()

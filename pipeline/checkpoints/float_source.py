@@ -1,6 +1,6 @@
 """Reading the rows of a checkpoint's float weights: BF16, FP16, FP32, and FP8 with its scales multiplied in.
 
-Not for INT4 or NVFP4 sources: quantized weights are not quantized again.
+INT4 and NVFP4 sources are refused: quantized weights are not quantized again.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def is_float(info: TensorInfo) -> bool:
 
 
 def scale_of(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
-    """The tensor that scales the FP8 tensor `name`; None for any other dtype."""
+    """Return the tensor that scales the FP8 tensor `name`; None for any other dtype."""
     if checkpoint.tensors[name].dtype not in FLOAT8:
         return None
     for suffix in SCALE_SUFFIXES:
@@ -40,7 +40,9 @@ def scale_of(checkpoint: Checkpoint, name: str) -> TensorInfo | None:
 
 
 def is_scale(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether `name` only scales an FP8 weight or its input: such a tensor is dropped with the FP8 weight."""
+    """Say whether `name` only scales an FP8 weight or its input: such a tensor is dropped with the FP8
+    weight.
+    """
     for suffix in SCALE_SUFFIXES:
         weight = checkpoint.tensors.get(name.removesuffix(suffix))
         if name.endswith(suffix) and weight is not None and weight.dtype in FLOAT8:
@@ -53,14 +55,14 @@ def is_scale(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def names_of_float8(checkpoint: Checkpoint, name: str) -> list[str]:
-    """The FP8 tensor `name` and the tensors that scale it or its input."""
+    """Return the FP8 tensor `name` and the tensors that scale it or its input."""
     stem = name.removesuffix(".weight")
     scales = [*(name + suffix for suffix in SCALE_SUFFIXES), *(stem + suffix for suffix in ACTIVATION_SCALES)]
     return [name, *(scale for scale in scales if scale in checkpoint.tensors)]
 
 
 def describe_float8(checkpoint: Checkpoint, name: str) -> str:
-    """`FP8, blocks of 128x128`; UserError if the scale is absent or misshapen."""
+    """Return `FP8, blocks of 128x128`; UserError if the scale is absent or misshapen."""
     scale = scale_of(checkpoint, name)
     if scale is None:
         raise ValueError(f"{name} is not FP8")
@@ -72,8 +74,8 @@ def describe_float8(checkpoint: Checkpoint, name: str) -> str:
 
 
 def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
-    """UserError if `name` is not a float tensor, or is FP8 without a scale or with a scale of an unexpected
-    shape.
+    """Raise UserError if `name` is not a float tensor, or is FP8 without a scale or with a scale of an
+    unexpected shape.
     """
     info = checkpoint.tensors[name]
     if not is_float(info):
@@ -90,7 +92,7 @@ def refuse_unreadable(checkpoint: Checkpoint, name: str) -> None:
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor of any shape as stored, or in bf16 if it is FP8 with a scale."""
+    """Return a tensor of any shape as stored, or in bf16 if it is FP8 with a scale."""
     info = checkpoint.tensors[name]
     if info.dtype not in FLOAT8:
         return checkpoint.read(name)
@@ -100,7 +102,9 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
-    """Rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 if it is FP8."""
+    """Return rows `start:stop` of a 2-D tensor, or of one slice of a 3-D one: as stored, or fp32 if it is
+    FP8.
+    """
     info = checkpoint.tensors[name]
     first = start if expert is None else expert * info.shape[1] + start
     flat = as_matrix(info)
@@ -112,7 +116,7 @@ def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int, expert: 
 
 
 def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -> tuple[int, int]:
-    """How many rows and columns of the last two dimensions share one number of `scale`."""
+    """Return how many rows and columns of the last two dimensions share one number of `scale`."""
     n, k = info.shape[-2], info.shape[-1]
     count = 1
     for length in scale.shape:
@@ -133,8 +137,8 @@ def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many rows and columns share a scale, by DeepSeek's or compressed-tensors' key in the config, or
-    else 128."""
+    """Return how many rows and columns share a scale, by DeepSeek's or compressed-tensors' key in the config,
+    or else 128."""
     groups = config.get("config_groups") or {}
     structures = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
     for block in (config.get("weight_block_size"), *structures):
@@ -146,7 +150,7 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _spread_scale(
     checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo, start: int, stop: int, expert: int | None
 ) -> Tensor:
-    """The scale factors of rows `start:stop`, in a shape that broadcasts over these rows."""
+    """Return the scale factors of rows `start:stop`, in a shape that broadcasts over these rows."""
     block_n, block_k = _scale_blocks(checkpoint, info, scale)
     n, k = info.shape[-2], info.shape[-1]
     factors = _factors(scale)
@@ -160,6 +164,6 @@ def _spread_scale(
 
 
 def _factors(scale: TensorInfo) -> Tensor:
-    """The scale's numbers in fp32. MXFP8 stores E8M0, exponents of two, as plain bytes."""
+    """Return the scale's numbers in fp32. MXFP8 stores E8M0, exponents of two, as plain bytes."""
     stored = scale.read()
     return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()

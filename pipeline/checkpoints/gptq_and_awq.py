@@ -1,8 +1,9 @@
 """GPTQ and AWQ: unsigned integer codes packed into int32, with fp16 scales and packed zero points per group.
 
 GPTQ packs `qweight` along K, [K/8, N] at four bits, and `g_idx` holds the group of each input; the first
-version of the format stores each zero point minus one. AWQ packs along N, [K, N/8], eight columns in its own
-order. Both represent `<module>.weight` [N, K] in the scales' dtype: `(code - zero) * scale`, rounded once.
+version of the format stores each zero point minus one. AWQ packs along N, [K, N/8], with eight columns in an
+order of its own. GPTQ and AWQ both represent `<module>.weight` [N, K] in the scales' dtype: `(code - zero) *
+scale`, rounded once.
 """
 
 from collections.abc import Mapping
@@ -95,7 +96,7 @@ class _Module:
         return weight, tuple(part.name for part in parts)
 
     def groups(self, k: int) -> Tensor:
-        """int64 [K]: the group that each input belongs to."""
+        """Return int64 [K]: the group that each input belongs to."""
         if self.g_idx is not None:
             return self.g_idx.read().long()
         return torch.arange(k) // -(-k // self.scales.shape[0])
@@ -109,7 +110,7 @@ class _GPTQDecoder:
     k: int
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """The decoded rows `start:stop`, [stop - start, K]."""
+        """Return the decoded rows `start:stop`, [stop - start, K]."""
         codes = _unpacked(self.module.qweight.read()[:, start:stop], self.bits, 0)
         zeros = _unpacked(self.module.qzeros.read(), self.bits, 1)[:, start:stop] + self.offset
         zeros &= (1 << self.bits) - 1
@@ -142,6 +143,6 @@ def _awq_columns(words: Tensor) -> Tensor:
 
 
 def _weights(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
-    """The decoded rows [n, K] from codes [K, n], and zeros and scales [groups, n]."""
+    """Return the decoded rows [n, K] from codes [K, n], and zeros and scales [groups, n]."""
     values = (codes - zeros[groups]).float() * scales.float()[groups]
     return values.to(scales.dtype).T.contiguous()

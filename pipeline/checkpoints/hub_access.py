@@ -11,7 +11,7 @@ PROXY_VARIABLES = ("ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP
 
 
 def require_hub_access() -> None:
-    """UserError, with the variable and a remedy, if no request to the Hub could even be sent."""
+    """Raise UserError, with the variable and a remedy, if no request to the Hub could even be sent."""
     try:
         httpx.Client().close()
     except (ValueError, ImportError) as error:

@@ -25,7 +25,7 @@ BIAS = 127
 def decoded_mxfp4(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
-    """Maps the name of each tensor's blocks to the decoded tensor and to its blocks and scales."""
+    """Map the name of each tensor's blocks to the decoded tensor and to its blocks and scales."""
     made: dict[str, tuple[DecodedTensor, tuple[str, ...]]] = {}
     for name, blocks in tensors.items():
         if not name.endswith(BLOCKS):
@@ -63,7 +63,7 @@ class _Decoder:
         return torch.cat(parts)
 
     def _expert(self, expert: int) -> Tensor:
-        """The decoded weight of one expert, [K, N] in bf16."""
+        """Return the decoded weight of one expert, [K, N] in bf16."""
         blocks = self.blocks.read_rows(expert, expert + 1)[0]
         scales = self.scales.read_rows(expert, expert + 1)[0]
         codes = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)

@@ -1,7 +1,8 @@
 """Reading one safetensors file by plain reads, with its header checked, so that only the caller's tensors
 take memory.
 
-Not for whole checkpoints (`checkpoint.py`), and not memory-mapped: mapped pages count against the process.
+Whole checkpoints are read by `checkpoint.py`; files are not memory-mapped, because mapped pages count against
+the process.
 """
 
 from collections.abc import Iterator
@@ -55,17 +56,17 @@ class TensorInfo:
     nbytes: int
 
     def read(self) -> Tensor:
-        """The tensor on the CPU, in its own memory."""
+        """Return the tensor on the CPU, in its own memory."""
         return self._read(self.shape, 0, self.nbytes)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """`tensor[start:stop]` along the first dimension, reading only those bytes."""
+        """Return `tensor[start:stop]` along the first dimension, reading only those bytes."""
         row_bytes = self.nbytes // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         return self._read(shape, start * row_bytes, (stop - start) * row_bytes)
 
     def read_chunks(self) -> Iterator[Tensor]:
-        """The elements in order, one-dimensional, a bounded piece at a time."""
+        """Yield the elements in order, one-dimensional, a bounded piece at a time."""
         for start in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - start)
             yield self._read((nbytes // self.dtype.itemsize,), start, nbytes)
@@ -157,14 +158,14 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _number(value: Any) -> int:
-    """A length or an offset; ValueError for anything else, and for lengths beyond any file."""
+    """Return a length or an offset; raise ValueError for anything else, and for lengths beyond any file."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_LENGTH:
         raise ValueError(value)
     return value
 
 
 def _check_extents(path: Path, tensors: dict[str, TensorInfo], data_start: int, size: int) -> None:
-    """UserError unless the tensors fill the file without holes and overlaps, as the format requires."""
+    """Raise UserError unless the tensors fill the file without holes and overlaps, as the format requires."""
     position = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != position:
@@ -186,7 +187,9 @@ def _short_read(info: TensorInfo) -> UserError:
 
 
 def hold_the_same(tensor: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors are equal, dtype and shape included; read in chunks, up to the first difference."""
+    """Say whether two tensors are equal, dtype and shape included; they are read in chunks, up to the first
+    difference.
+    """
     if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
     pairs = zip(tensor.read_chunks(), other.read_chunks(), strict=False)

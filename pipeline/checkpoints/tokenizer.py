@@ -1,6 +1,6 @@
 """Reading a checkpoint's tokenizer, apart from its model: a server's API side needs no more than this.
 
-In its own file because importing this part of transformers takes seconds.
+The tokenizer has its own file because importing this part of transformers takes seconds.
 """
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer; None if it has none."""
+    """Return the checkpoint's tokenizer; None if it has none."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((checkpoint.folder / name).is_file() for name in names):
         return None

@@ -42,8 +42,8 @@ def adopt(
 
     baseline: a folder or a Hub id, unquantized
 
-    UserError if the folder has a manifest already, holds files that are not published, is not quantized in
-    a convention that we read, or has modules that the baseline has not.
+    Raise UserError if the folder has a manifest already, holds files that are not published, is not quantized
+    in a convention that we read, or has modules that the baseline lacks.
     """
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
@@ -93,7 +93,7 @@ def _quantization(
     stored: Mapping[str, StoredWeight],
     squares: Mapping[str, tuple[float, float]],
 ) -> dict[str, Any]:
-    """The manifest's entry for the formats and for each module's error.
+    """Return the manifest's entry for the formats and for each module's error.
 
     squares: for each module, the sums of its squared errors and of its squared weights
     """
@@ -124,7 +124,7 @@ def _quantization(
 
 
 def _relative(error: float, norm: float, name: str) -> float:
-    """The relative error from sums of squares. UserError if a weight is NaN or infinite."""
+    """Return the relative error from sums of squares. Raise UserError if a weight is NaN or infinite."""
     value = math.sqrt(error / norm) if norm else math.sqrt(error)
     if not math.isfinite(value):
         raise UserError(f"{name}: a weight is NaN or infinite, or the baseline's is; it is not adopted")

@@ -1,8 +1,8 @@
 """Checks of a release's source, before anything is quantized, for problems that a later stage would refuse.
 
-They cover room on disks and in memory, checkpoints and texts that cannot be read, and a card that the Hub
-would refuse. `release_request.py` checks the options by themselves; `push.py` checks whether a target can be
-written.
+The checks cover room on disks and in memory, checkpoints and texts that cannot be read, and a card that the
+Hub would refuse. `release_request.py` checks the options by themselves; `push.py` checks whether a target can
+be written.
 """
 
 import os
@@ -58,8 +58,8 @@ def planned_files(
     to: str,
     written: int | None = None,
 ) -> PlannedFiles:
-    """The bytes of files that are not there yet. UserError if a recipe, the rival's too, cannot quantize
-    `source`.
+    """Return the bytes of files that are not there yet. Raise UserError if a recipe, the rival's too, cannot
+    quantize `source`.
 
     written: the artifact's bytes, if they are known
     """
@@ -78,12 +78,12 @@ def planned_files(
 
 
 def _present(folder: Path) -> int:
-    """The bytes of the shards that an interrupted run has left."""
+    """Return the bytes of the shards that an interrupted run has left."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFiles) -> None:
-    """UserError if a later stage of this release of `source` cannot succeed on this machine."""
+    """Raise UserError if a later stage of this release of `source` cannot succeed on this machine."""
     refuse_full_disks(planned)
     refuse_contradictions(source)
     validation, workload = request.validation, request.workload
@@ -101,8 +101,8 @@ def refuse_later(source: Checkpoint, request: ReleaseRequest, planned: PlannedFi
 
 
 def refuse_unread(source: Checkpoint, recipe: Recipe, request: ReleaseRequest) -> list[str]:
-    """UserError if vLLM would have to serve experts that it does not load. Returns notes if the release is
-    not served by vLLM.
+    """Raise UserError if vLLM would have to serve experts that it does not load. Returns notes if the release
+    is not served by vLLM.
     """
     reason = VLLM_FAILS.get(source.model_type)
     if reason is None or not _quantizes_experts(source, recipe):
@@ -121,8 +121,8 @@ def _quantizes_experts(source: Checkpoint, recipe: Recipe) -> bool:
 
 
 def lacking_tools(request: ReleaseRequest) -> list[str]:
-    """Packages or engines that the validation needs and this machine lacks: noted in a dry run, otherwise
-    refused.
+    """Return packages or engines that the validation needs and this machine lacks: noted in a dry run,
+    otherwise refused.
     """
     validation = request.validation
     lacking = []
@@ -141,7 +141,7 @@ def lacking_tools(request: ReleaseRequest) -> list[str]:
 
 
 def refuse_card(source: Checkpoint, recipe: Recipe, to: str) -> list[str]:
-    """UserError if the Hub would refuse the fields that the card copies from the base's card. Returns
+    """Raise UserError if the Hub would refuse the fields that the card copies from the base's card. Returns
     notes.
     """
     metadata = read_base_metadata(source.folder)
@@ -154,7 +154,7 @@ def refuse_card(source: Checkpoint, recipe: Recipe, to: str) -> list[str]:
 
 
 def refuse_full_disks(planned: PlannedFiles) -> None:
-    """UserError if a disk has no room for everything that has to be written to it."""
+    """Raise UserError if a disk has no room for everything that has to be written to it."""
     wanted: dict[int, dict[Path, int]] = defaultdict(dict)
     for folder, size in (*planned.quantized.items(), *planned.published.items()):
         wanted[os.stat(_there(folder)).st_dev][folder] = size
@@ -173,10 +173,10 @@ def _there(folder: Path) -> Path:
 
 
 def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantized: int) -> None:
-    """UserError if the servers' weights alone exceed the free memory.
+    """Raise UserError if the servers' weights alone exceed the free memory.
 
-    On a GPU servers may take turns, so there the error is raised only if the baseline's server alone does not
-    fit.
+    On a GPU servers may take turns, so the error is raised on a GPU only if the baseline's server alone does
+    not fit.
     """
     validation, workload = request.validation, request.workload
     engine = validation.engine_of_baseline
@@ -206,7 +206,7 @@ def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantize
 
 
 def _pool_bytes(baseline: Checkpoint, engine: str, options: EngineOptions) -> int:
-    """Bytes of the pool of the baseline's server on a CPU; 0 if that is not known."""
+    """Return the bytes of the pool of the baseline's server on a CPU; 0 if that is not known."""
     if not engine_named(engine).packs_with_layouts:
         return 0
     try:

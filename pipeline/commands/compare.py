@@ -1,6 +1,6 @@
 """Quality of several quantized checkpoints against one baseline, on the same text in one run.
 
-It needs no server and gives no verdict.
+The comparison needs no server and gives no verdict.
 """
 
 import gc
@@ -95,7 +95,7 @@ def compare(
 
 
 def _require_artifact(first: Checkpoint) -> None:
-    """UserError if a comparison cannot be saved for the card of `first`."""
+    """Raise UserError if a comparison cannot be saved for the card of `first`."""
     if first.revision is not None or first.manifest is None:
         raise UserError(
             f"--card saves the comparison in the folder of the first model, but {first.source} is not a "
@@ -106,7 +106,7 @@ def _require_artifact(first: Checkpoint) -> None:
 
 
 def distinct_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """The checkpoints' public names; if folders share a name, parent folders are added until the names
+    """Return the checkpoints' public names; if folders share a name, parent folders are added until the names
     differ."""
     ways = [
         (each.source,) if each.revision is not None else each.folder.resolve().parts for each in checkpoints
@@ -156,7 +156,9 @@ def _compared(
 
 
 def _unlike_baseline(weights: WeightComparison) -> str | None:
-    """Ours by its manifest; of another tool's, which may scale weights first, one has to be near."""
+    """Take our checkpoint's name from its manifest; of another tool's, which may scale weights first, one has
+    to be near.
+    """
     figures, errors = weights.figures, weights.errors.values()
     if figures.is_ours:
         check = check_weights(figures)
@@ -167,7 +169,7 @@ def _unlike_baseline(weights: WeightComparison) -> str | None:
 
 
 def bits_per_weight(checkpoint: Checkpoint) -> float:
-    """Bits per weight of the quantized weights in the files; 16 if no weight is quantized.
+    """Return the bits per weight of the quantized weights in the files; 16 if no weight is quantized.
 
     If the formats were chosen under a budget, weights that the budget left unquantized are counted too.
     """

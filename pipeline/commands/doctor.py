@@ -1,7 +1,7 @@
 """What this machine can do: devices, versions, layouts, engines, Hub login, and what to install for the rest.
 
-Looks only at this machine: no request goes out, so nothing can hang. Not for measuring (`layout.py`): speeds
-come from the measurement cache, which choosing layouts fills.
+The diagnosis looks only at this machine: no request goes out, so nothing can hang. Nothing is measured
+(`layout.py` does that): speeds come from the measurement cache, which choosing layouts fills.
 """
 
 import math
@@ -109,7 +109,7 @@ class LayoutChoice:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it dequantizes the weight anew for every product."""
+        """Say whether the layout dequantizes the weight anew for every product."""
         return self.layout is not None and self.layout.removesuffix(SUFFIX).endswith(DEQUANTIZE)
 
 
@@ -159,7 +159,7 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """The diagnosis of this machine."""
+    """Return the diagnosis of this machine."""
     versions = {name: installed_version(name) for name in PACKAGES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -203,7 +203,7 @@ def _specs() -> list[WeightFormat]:
 
 
 def _layouts(device: torch.device) -> list[LayoutState]:
-    """Every layout asked about every format, and layouts of experts about experts."""
+    """Ask every layout about every format, and layouts of experts about experts."""
     states = []
     for name, layout in LAYOUTS.items():
         experts = PROBE_EXPERTS if isinstance(layout, ExpertsLayout) else None
@@ -218,7 +218,7 @@ def _layouts(device: torch.device) -> list[LayoutState]:
 
 
 def _choices(device: torch.device, states: Sequence[LayoutState]) -> list[LayoutChoice]:
-    """For every format, the layouts that serve dense layers and experts."""
+    """Return, for every format, the layouts that serve dense layers and experts."""
     measured = [
         pick(shape, (), measurements)
         for shape, measurements in cached_shapes(device).items()
@@ -239,7 +239,7 @@ def _choices(device: torch.device, states: Sequence[LayoutState]) -> list[Layout
 
 
 def _is_of(shape: str, spec: WeightFormat, experts: bool) -> bool:
-    """Whether a shape, in the notation of plans, belongs to this format and bf16 activations."""
+    """Say whether a shape, in the notation of plans, belongs to this format and bf16 activations."""
     ending = r" \(.+ experts, .+\)" if experts else ""
     return re.fullmatch(rf"{re.escape(spec.key)} \d+x\d+ bfloat16{ending}", shape) is not None
 
@@ -251,9 +251,7 @@ def _choice(
     serving: Sequence[str],
     shapes: Sequence[ShapeChoice],
 ) -> LayoutChoice:
-    """Chosen from the layouts that do not refuse, in order of preference, and from the shapes measured
-    here.
-    """
+    """Choose from layouts that do not refuse, in order of preference, and from shapes measured here."""
     layout = next(iter(serving), None)
     if isinstance(spec, Unquantized):
         # Its product is the one that all others are compared with.
@@ -269,14 +267,14 @@ def _choice(
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+    """Return `path`, or the nearest folder above it that exists."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def _missing(versions: dict[str, str | None], engines: dict[str, Availability]) -> dict[str, str]:
-    """Packages that could be installed here, and how to get them."""
+    """Return packages that could be installed here, and how to get them."""
     missing = {}
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"

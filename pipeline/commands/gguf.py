@@ -1,4 +1,6 @@
-"""Writes a checkpoint as one GGUF file: `pipeline gguf`. `gguf_file/` defines the layout of the file."""
+"""Writes a checkpoint as one GGUF file: `pipeline gguf`. The layout of the file is defined in
+`gguf_file/`.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,8 @@ def gguf(
     revision: str | None = None,
     progress: bool = True,
 ) -> GGUFSummary:
-    """Write `model`, a folder or a Hub id, to the file `out`. UserError for what llama.cpp could not read.
+    """Write `model`, a folder or a Hub id, to the file `out`. Raise UserError for models that llama.cpp could
+    not read.
 
     matrices: the type of all matrices except those in IQ2_XXS: `bf16` or `q8_0`
     revision: branch, tag or commit of `model`, if it is a Hub id

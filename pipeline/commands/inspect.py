@@ -1,7 +1,7 @@
 """Describes a checkpoint, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
 
-Reads headers, scales and records, but for hashing an artifact's files. It judges nothing, but refuses a
-checkpoint that contradicts itself.
+Only headers, scales and records are read, except that an artifact's files are hashed. Nothing is judged, but
+a checkpoint that contradicts itself is refused.
 """
 
 import math

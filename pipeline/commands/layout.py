@@ -113,7 +113,7 @@ def _stands(
     ms: Sequence[int],
     force: str | None,
 ) -> bool:
-    """Whether measuring again could only repeat the plan's measurements."""
+    """Say whether measuring again could only repeat the plan's measurements."""
     if not plan.matches(device):
         return False
     choices = {choice.shape: choice for choice in plan.choices}
@@ -128,8 +128,8 @@ def _stands(
 
 
 def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """The contexts that were asked for, or the device's defaults up to the model's context. UserError if a
-    context beyond the model's is asked for.
+    """Return the contexts that were asked for, or the device's defaults up to the model's context. Raise
+    UserError if a context beyond the model's is asked for.
     """
     wanted = asked or (CUDA_CONTEXTS if device.type == "cuda" else CONTEXTS)
     if min(wanted) < 1:
@@ -143,7 +143,7 @@ def _contexts(checkpoint: Checkpoint, device: torch.device, asked: Sequence[int]
 
 
 def _kv_stands(plan: LayoutPlan, contexts: Sequence[int], ms: Sequence[int]) -> bool:
-    """Whether every KV format was timed at each of `contexts` and M, or memory did not hold them."""
+    """Say whether every KV format was timed at each of `contexts` and M, or memory did not hold them."""
     timed = {(timing.kv_format, timing.context, timing.m) for timing in plan.kv}
     formats = set(KV_FORMATS) - {UNQUANTIZED}
     cells = set(product(contexts, ms)) - set(plan.kv_left_out)
@@ -151,7 +151,7 @@ def _kv_stands(plan: LayoutPlan, contexts: Sequence[int], ms: Sequence[int]) -> 
 
 
 def _measured_all(choice: ShapeChoice, ms: Sequence[int]) -> bool:
-    """Every layout there is now was measured at every M, or refused."""
+    """Say whether every layout there is now was measured at every M, or refused."""
     measured = choice.measured_layouts
     return set(LAYOUTS) == {*measured, *choice.refusals} and all(
         set(ms) <= set(choice.curve(name)) for name in measured

@@ -1,6 +1,6 @@
 """The engine from Python, in this process: prompts or conversations in, texts out. Not for serving others.
 
-It has the engine, model loader and sampling defaults of `pipeline serve`.
+The engine, model loader and sampling defaults are those of `pipeline serve`.
 """
 
 import gc
@@ -64,7 +64,7 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The default parameters of `generate` and `chat`: the checkpoint's own."""
+        """Return the default parameters of `generate` and `chat`: the checkpoint's own."""
         defaults = self._defaults
         return SamplingParams(
             max_tokens=defaults.max_tokens or COMPLETION_MAX_TOKENS,
@@ -84,7 +84,7 @@ class LLM:
 
         params: parameters for all prompts, or a list with one for each; None takes the checkpoint's own
 
-        Returns one result for each prompt, in order; for a single prompt, a list of one.
+        Return one result for each prompt, in order; for a single prompt, a list of one.
         """
         listed = _listed(prompts)
         return self._run([self._encode(prompt) for prompt in listed], params)
@@ -99,7 +99,7 @@ class LLM:
 
         template_options: variables of the template, such as `enable_thinking`
 
-        UserError if the checkpoint has no template, or its template refuses the messages.
+        Raise UserError if the checkpoint has no template, or its template refuses the messages.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if not getattr(self.tokenizer, "chat_template", None):
@@ -173,7 +173,7 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts as a list, although a call may give a single one."""
+    """Return the prompts as a list, although a call may give a single one."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -71,7 +71,7 @@ def push(
 def check_target(
     artifact: Path, to: str, private: bool = False, create_pr: bool = False, revision: str | None = None
 ) -> None:
-    """Refuse a target that `push` would refuse for any artifact; sends nothing that writes."""
+    """Refuse a target that `push` would refuse for any artifact; nothing is written."""
     directory = target_folder(to)
     _refuse_hub_options(directory, private, create_pr, revision)
     if directory is not None:
@@ -90,7 +90,7 @@ def check_card(repo_id: str, card: str) -> None:
 
 
 def _said(verdict: Verdict) -> str:
-    """The verdict in a few words, `pass: …`, if it may be published."""
+    """Return the verdict in a few words, `pass: …`, if it may be published."""
     ratios = [point.ratio for point in verdict.curve if point.ratio is not None]
     least = f", at least {min(ratios):.2f} of the baseline's throughput" if ratios else ""
     if verdict.speed_not_judged:
@@ -104,9 +104,9 @@ def _refuse_hub_options(directory: Path | None, private: bool, create_pr: bool, 
 
 
 def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
-    """The manifest and the verdict in `folder`.
+    """Return the manifest and the verdict in `folder`.
 
-    Raises UserError unless all its records hold together, the verdict is a pass that follows from its raw
+    UserError is raised unless all its records hold together, the verdict is a pass that follows from its raw
     figures, given for exactly these bytes, and no weaker than the release policy.
     """
     found = examine(folder, Artifact.read(folder))
@@ -132,7 +132,7 @@ def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:
 
 
 def target_folder(to: str) -> Path | None:
-    """The folder that `to` names; None if it names a Hub repository."""
+    """Return the folder that `to` names; None if it names a Hub repository."""
     if not to.startswith(FOLDER_PREFIX):
         return None
     name = to.removeprefix(FOLDER_PREFIX)

@@ -1,6 +1,6 @@
 """Quantizing a checkpoint into an artifact folder: shard by shard, in bounded memory, resumable.
 
-The order of the work is here. `quantization/job.py` decides everything beforehand,
+This file has the order of the work. `quantization/job.py` decides everything beforehand,
 `quantization/write_shards.py` writes; the convention defines the bytes.
 """
 
@@ -140,7 +140,7 @@ def preview(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> Estimate:
-    """Preview of `quantize` with the same arguments: sizes, memory and time. Nothing is written."""
+    """Preview `quantize` with the same arguments: sizes, memory and time. Nothing is written."""
     asked = from_given(QuantizeOptions, options)
     if from_given(BudgetOptions, options) != BudgetOptions():
         raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
@@ -159,8 +159,8 @@ def preview(
 def bytes_to_write(
     checkpoint: Checkpoint, recipe: Recipe, asked: QuantizeOptions, device: str | None = None
 ) -> int:
-    """The bytes of all shards that `quantize` would write. UserError if `quantize` would refuse the same
-    arguments.
+    """Return the bytes of all shards that `quantize` would write. Raise UserError if `quantize` would refuse
+    the same arguments.
     """
     checkpoint = without_left_out(checkpoint, recipe)
     job = prepare(checkpoint, recipe, asked.export, device, asked.calibration)
@@ -168,7 +168,7 @@ def bytes_to_write(
 
 
 def _prepare_folder(folder: Path, overwrite: bool, copied: Mapping[str, Path], ranks: Ranks) -> None:
-    """UserError if the folder holds files that this job may not replace."""
+    """Raise UserError if the folder holds files that this job may not replace."""
 
     def prepare_folder() -> None:
         if overwrite and ranks.is_first:
@@ -188,7 +188,7 @@ def _with_formats_chosen(
     ranks: Ranks,
     progress: bool,
 ) -> tuple[QuantizeJob, dict[str, Any]]:
-    """The job with the formats that suit the budget best, and the manifest's record of the choice."""
+    """Return the job with the formats that suit the budget best, and the manifest's record of the choice."""
     text = job.text or read_calibration_text(job.checkpoint, budget_source(job.recipe, asked.calibration))
     mixed = ranks.in_turn("formats", lambda: mixed_recipe(job, source, budget, text, folder, progress))
     device = job.quantizer.device
@@ -231,7 +231,7 @@ def _quantize_into(
 
 
 def _opened(folder: Path, parameters: dict[str, Any], ranks: Ranks, progress: bool) -> WorkRecord:
-    """The job's record; the first process removes unfinished shards from it."""
+    """Return the job's record; the first process removes unfinished shards from it."""
     record = open_record(folder, parameters)
     if ranks.is_first:
         damaged = record.drop_damaged()
@@ -247,8 +247,8 @@ def _write_all_shards(
 ) -> tuple[dict[str, list[WeightTask]], dict[str, Any]]:
     """Compute what needs passes over all weights and over the text, then write the shards.
 
-    Returns the shards' tasks, and the manifest's record of the text. The first process reads the text; the
-    others read the results that it has kept.
+    Return the shards' tasks, and the manifest's record of the text. The first process reads the text; the
+    other processes read the results that the first has kept.
     """
     checkpoint, tasks = job.checkpoint, job.tasks.in_order
     shards = divide_into_shards(checkpoint, tasks, max_shard_bytes)
@@ -348,8 +348,8 @@ def _say_fitted(job: QuantizeJob, progress: bool) -> None:
 
 
 def _say_unread(job: QuantizeJob, calibration: str | None, progress: bool) -> None:
-    """Warn if the given text is not read. It is no error, since a release passes its text to its rival's
-    recipe too."""
+    """Warn if the given text is not read. An unread text is no error, since a release passes its text to its
+    rival's recipe too."""
     if calibration is not None and job.text is None:
         name = job.recipe.name
         _notice(

@@ -1,7 +1,7 @@
 """The manifest that `quantize` writes: the source's identity, the settings that decide the bytes, the
 measurements.
 
-The files themselves are `quantization/write_shards.py`.
+`quantization/write_shards.py` writes the files themselves.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ MODULE_FIGURES = ("shape", "format", "relative_error", SCALED_BY, "output_error"
 def source_of(
     checkpoint: Checkpoint, copied: Mapping[str, Path], ranks: Ranks, progress: bool
 ) -> dict[str, Any]:
-    """The identity of the checkpoint's bytes: the Hub's commit, or the digests of its files."""
+    """Return the identity of the checkpoint's bytes: the Hub's commit, or the digests of its files."""
     source: dict[str, Any] = {"name": checkpoint.public_name, "revision": checkpoint.revision}
     if checkpoint.revision is not None:
         return source
@@ -71,7 +71,7 @@ def manifest_of(
     written: set[str],
     told: dict[str, Any],
 ) -> Artifact:
-    """The manifest. told: the record of how formats were chosen and which text was read, if any"""
+    """Return the manifest. told: the record of how formats were chosen and which text was read, if any"""
     checkpoint, recipe = job.checkpoint, job.recipe
     shards = {name: shard.file for name, shard in record.shards.items()}
     measured = {module: value for shard in record.shards.values() for module, value in shard.modules.items()}
@@ -121,6 +121,6 @@ def manifest_of(
 
 
 def _source_records(parameters: dict[str, Any]) -> dict[str, FileRecord]:
-    """The files of a source folder, hashed when the job began; empty for a Hub id."""
+    """Return the files of a source folder, hashed when the job began; empty for a Hub id."""
     files = parameters["source"].get("files", {})
     return {name: FileRecord(**record) for name, record in files.items()}

@@ -78,8 +78,8 @@ def release(
 ) -> ReleaseResult:
     """Quantize `model` by `recipe` in a folder under `work`, prove that it scales, and publish it to `to`.
 
-    A verdict other than a pass ends it: the result then holds the verdict and no push. So does a pass that
-    did not judge speed, unless `allow_unjudged_speed` is given.
+    A verdict other than a pass ends the release: the result then holds the verdict and no push. A pass that
+    did not judge speed also ends the release, unless `allow_unjudged_speed` is given.
 
     options: listed below. `layout` is recorded in the artifact, whatever is measured; the KV format is always
              the one that the checkpoint declares
@@ -119,7 +119,9 @@ def release(
 
 
 def _ask_first(source: Checkpoint, recipe: Recipe, request: ReleaseRequest, folder: Path, to: str) -> None:
-    """UserError if a later stage cannot succeed, so that the user learns it before hours of quantizing."""
+    """Raise UserError if a later stage cannot succeed, so that the user learns it before hours of
+    quantizing.
+    """
     refuse_unserved_source(source, request)
     for note in refuse_unread(source, recipe, request):
         logger.info(note)
@@ -151,7 +153,9 @@ def _quantize(
 def _make_rival(
     result: ReleaseResult, model: str, recipe: Recipe, request: ReleaseRequest, progress: bool
 ) -> str | None:
-    """The rival's folder or Hub id. If the rival is given as a recipe, it is quantized like the artifact."""
+    """Return the rival's folder or Hub id. If the rival is given as a recipe, it is quantized like the
+    artifact.
+    """
     named = request.validation.rival or recipe.rival
     if not named or not is_recipe(named):
         return named or None
@@ -171,7 +175,9 @@ def _make(
     options: QuantizeOptions,
     progress: bool,
 ) -> tuple[Artifact, bool]:
-    """The artifact in `folder`, by a process on each GPU that is named, and whether it was there already."""
+    """Return the artifact in `folder`, and whether it was there already; a process on each named GPU makes
+    it.
+    """
     # A finished artifact is checked against its source, its parameters and its own bytes there, not redone.
     finished = not options.overwrite and (folder / MANIFEST_NAME).is_file()
     if len(request.devices) > 1 and not finished:
@@ -185,9 +191,9 @@ def _make(
 def _quantize_on(
     devices: Sequence[str], model: str, recipe: str, out: Path, options: QuantizeOptions
 ) -> None:
-    """Runs `pipeline quantize` in one process per device. A process that fails prints its own error.
+    """Run `pipeline quantize` in one process per device. A process that fails prints its own error.
 
-    OtherRankFailed, with its exit status, if one fails.
+    OtherRankFailed is raised with the exit status of a process that fails.
     """
     words = ["quantize", model, "--recipe", recipe, "--out", str(out), *words_of(values_of(options))]
     status = run_on(devices, words, silent=True)

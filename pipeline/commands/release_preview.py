@@ -1,8 +1,8 @@
 """Preview of a release: what it makes, measures and publishes, and about how long it takes (`release
 --dry-run`).
 
-It refuses everything that `release` refuses before it quantizes. Nothing is written or sent, and no server is
-started.
+The preview refuses everything that `release` refuses before it quantizes. Nothing is written or sent, and no
+server is started.
 """
 
 import math
@@ -90,7 +90,7 @@ class ReleasePreview:
 def preview_release(
     model: str | Path, recipe: str | Path, to: str, *, work: str | Path = DEFAULT_WORK, **options: Any
 ) -> ReleasePreview:
-    """Preview of `release` with the same arguments. UserError if `release` would refuse them."""
+    """Preview `release` with the same arguments. Raise UserError if `release` would refuse the arguments."""
     model, chosen = str(model), load_recipe(recipe)
     request = read_request(options, chosen)
     publication = request.publication
@@ -138,7 +138,9 @@ def preview_release(
 def _serving_estimate(
     source: Checkpoint, recipe: Recipe, request: ReleaseRequest, finished: Path | None, quantized: Estimate
 ) -> ServingEstimate:
-    """The estimate for the serving check. finished: the artifact's folder, if the artifact is finished"""
+    """Return the estimate for the serving check. finished: the artifact's folder, if the artifact is
+    finished
+    """
     validation, workload = request.validation, request.workload
     numbers = sum(math.prod(info.shape) for info in source.tensors.values())
     rival = validation.rival or recipe.rival or None
@@ -166,7 +168,7 @@ def _serving_estimate(
 
 
 def _last_seconds(folder: Path) -> float | None:
-    """Seconds that the last verdict took; None if there is no verdict, or it cannot be read."""
+    """Return the seconds that the last verdict took; None if there is no verdict, or it cannot be read."""
     if not (folder / VERDICT_NAME).is_file():
         return None
     try:

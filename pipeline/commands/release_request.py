@@ -53,12 +53,14 @@ class ReleaseRequest:
 
     @property
     def devices(self) -> list[str]:
-        """The GPUs that are named, which quantize together."""
+        """Return the GPUs that are named, which quantize together."""
         return [f"cuda:{gpu}" for gpu in self.placement.devices or ()]
 
     @property
     def device(self) -> str | None:
-        """The device of a single process: the first of several devices; None if the user names none."""
+        """Return the device of a single process: the first of several devices; None if the user names
+        none.
+        """
         asked = None if self.engine.device == AUTO else self.engine.device
         return self.devices[0] if self.devices else asked
 
@@ -68,14 +70,14 @@ class ReleaseRequest:
         return asked_workload(self.given, input_len, WorkloadSettings.seed, self.profile)
 
     def bounds(self, recipe: Mapping[str, Any]) -> Bounds:
-        """The recipe's bounds, replaced by the ones that were given."""
+        """Return the recipe's bounds, replaced by the ones that were given."""
         return asked_bounds(recipe, self.given)
 
 
 def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
-    """The request that options of `release`, by name, and the recipe's claims make.
+    """Return the request that options of `release`, by name, and the recipe's claims make.
 
-    UserError if the options cannot be released, or give servers too little context for the workload.
+    Raise UserError if the options cannot be released, or give servers too little context for the workload.
     """
     engine, placement = from_given(EngineOptions, given), from_given(Placement, given)
     validation = from_given(ValidateOptions, given)
@@ -110,8 +112,8 @@ def read_request(given: Mapping[str, Any], recipe: Recipe) -> ReleaseRequest:
 
 
 def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
-    """UserError if the embedded engine would have to serve a model that it cannot: otherwise the servers
-    would say so after hours of quantizing."""
+    """Raise UserError if the embedded engine would have to serve a model that it cannot serve: otherwise the
+    servers would say so after hours of quantizing."""
     validation, workload = request.validation, request.workload
     if DEFAULT_ENGINE in (validation.engine, validation.engine_of_baseline):
         length = request.engine.max_model_len or workload.input_len + workload.output_len
@@ -119,7 +121,7 @@ def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:
-    """UserError if the settings alone prevent publication."""
+    """Raise UserError if the settings alone prevent publication."""
     declared = declared_by(recipe.to_json())
     bounds, tokens = request.bounds(declared), request.validation.quality_tokens
     weak = weaker_settings(request.workload, bounds, tokens, declared, request.kv_cache)
@@ -133,8 +135,8 @@ def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:
 
 
 def _refuse_trials(given: Mapping[str, Any], engine: EngineOptions, recipe: Recipe) -> None:
-    """UserError for options that only `validate` can try: another KV format or batch invariance than the
-    recipe's.
+    """Raise UserError for options that only `validate` can try: another KV format or batch invariance than
+    the recipe's.
     """
     if engine.kv_cache_dtype != AUTO:
         raise UserError(

@@ -1,6 +1,6 @@
 """Serving a checkpoint over the OpenAI-compatible API: loading, address and lifetime.
 
-Not the server itself: that is `serving_check/server`, which knows nothing of checkpoints.
+The server itself is `serving_check/server`, which knows nothing of checkpoints.
 """
 
 import functools
@@ -51,7 +51,7 @@ def serve(
 
 
 def checkpoint_folder(artifact: str | Path, revision: str | None) -> Path:
-    """The checkpoint's folder; a Hub id is downloaded first."""
+    """Return the checkpoint's folder; a Hub id is downloaded first."""
     folder = Path(artifact).expanduser()
     if folder.is_dir() and revision is None:
         return folder

@@ -1,4 +1,4 @@
-"""Signs the verdict of an artifact, once its records hold together: `pipeline sign`."""
+"""Signs the verdict of an artifact, once the artifact's records hold together: `pipeline sign`."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ..records.signature import Signature, check_signature, sign_file
 def sign(artifact: str | Path, key: str | Path) -> Signature:
     """Sign the verdict in the folder `artifact` with the SSH key in the file `key`.
 
-    UserError if there is no verdict, or it does not match the files in the folder.
+    Raise UserError if there is no verdict, or it does not match the files in the folder.
     """
     folder = Path(artifact).expanduser()
     found = examine(folder, Artifact.read(folder))

@@ -1,4 +1,4 @@
-"""Whether an artifact's existing verdict satisfies this release, or must be measured again."""
+"""Whether an artifact's existing verdict satisfies this release, or the artifact must be measured again."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from .release_request import ReleaseRequest
 
 
 def standing_pass(folder: Path, rival: str | None, request: ReleaseRequest) -> tuple[Verdict | None, str]:
-    """A passing verdict that satisfies this request, or the reason why there is none."""
+    """Return a passing verdict that satisfies this request, or the reason why there is none."""
     examination = examine(folder, Artifact.read(folder))
     verdict = examination.verdict
     if verdict is None:
@@ -43,7 +43,7 @@ def standing_pass(folder: Path, rival: str | None, request: ReleaseRequest) -> t
 def _other_question(
     verdict: Verdict, manifest: Artifact, rival: str | None, request: ReleaseRequest
 ) -> str | None:
-    """The first setting in which the verdict differs from the request; None if they agree."""
+    """Return the first setting in which the verdict differs from the request; None if they agree."""
     asked = request.validation
     workload = request.workload
     if request.given.get("seed") is None:
@@ -67,7 +67,7 @@ def _other_question(
 
 
 def _is_beside(verdict: Verdict, rival: str | None, revision: str | None) -> bool:
-    """Whether the request names the same rival as `verdict`, or both name none."""
+    """Say whether the request names the same rival as `verdict`, or both name none."""
     if rival is None or verdict.rival is None:
         return rival is None and verdict.rival is None
     return describe_rival(open_checkpoint(rival, revision)).bytes_digest == verdict.rival.bytes_digest
@@ -78,7 +78,7 @@ def _text_asked(asked: ValidateOptions) -> tuple[str | None, int]:
 
 
 def changed_options(verdict: Verdict, request: ReleaseRequest) -> list[str]:
-    """Engine options whose requested values differ from the verdict's."""
+    """Return engine options whose requested values differ from the verdict's."""
     recorded = verdict.environment.engine_options
     if recorded is None:
         return []

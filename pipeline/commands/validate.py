@@ -1,6 +1,6 @@
 """Proves, or refuses, that an artifact serves as fast as its baseline, and writes the verdict down.
 
-Checks the arguments; `validation/` measures, `serving_check/` decides.
+The arguments are checked here; `validation/` measures, `serving_check/` decides.
 """
 
 import secrets
@@ -75,7 +75,7 @@ def validate(
 
 
 def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None, progress: bool) -> Run:
-    """One call's arguments, checked, with the defaults filled in; nothing has been started yet.
+    """Return one call's arguments, checked, with the defaults filled in; nothing has been started yet.
 
     given: options of `validate`, by name
     """
@@ -128,7 +128,7 @@ def prepare(artifact: str | Path, given: Mapping[str, Any], revision: str | None
 
 
 def _with_claim(engine_options: dict[str, Any], manifest: Artifact | None) -> dict[str, Any]:
-    """The engine options with the batch invariance that the artifact claims, unless one was given."""
+    """Return the engine options with the batch invariance that the artifact claims, unless one was given."""
     claim = _claim(manifest)
     return engine_options if claim == TUNED else {"batch_invariance": claim} | engine_options
 
@@ -138,8 +138,8 @@ def _claim(manifest: Artifact | None) -> BatchInvariance:
 
 
 def _shortest_context(checkpoints: Sequence[Checkpoint], workload: WorkloadSettings) -> int | None:
-    """The shortest context in tokens; None if no checkpoint declares one. UserError if the workload does not
-    fit in one of them.
+    """Return the shortest context in tokens; None if no checkpoint declares one. Raise UserError if the
+    workload does not fit in a checkpoint's context.
     """
     for checkpoint in checkpoints:
         require_context(checkpoint, workload)
@@ -151,10 +151,10 @@ def _least(contexts: Iterable[int | None]) -> int | None:
 
 
 def _places(run: Run, asked: Path, report: Path | None) -> list[Place]:
-    """The folders that the verdict is written to.
+    """Return the folders that the verdict is written to.
 
-    Not a Hub id's snapshot, which belongs to the Hub's cache; nor an artifact that was served with a layout,
-    KV format or batch invariance forced by this run.
+    A Hub id's snapshot is left out, since it belongs to the Hub's cache; so is an artifact that was served
+    with a layout, KV format or batch invariance forced by this run.
     """
     as_made = replace(baseline_options(run.options), batch_invariance=_claim(run.manifest))
     folder, places = run.artifact.folder, []
@@ -166,7 +166,9 @@ def _places(run: Run, asked: Path, report: Path | None) -> list[Place]:
 
 
 def _unchanged_manifest(checkpoint: Checkpoint) -> Artifact | None:
-    """The artifact's manifest; None for a checkpoint that is not ours. UserError if its bytes changed."""
+    """Return the artifact's manifest; None for a checkpoint that is not ours. Raise UserError if the
+    artifact's bytes changed.
+    """
     manifest = checkpoint.manifest
     if manifest is None:
         return None

@@ -32,10 +32,10 @@ class Verification:
 
     @property
     def holds(self) -> Holds:
-        """`no` if any check fails, `unknown` if a check that counts cannot be decided, else `yes`.
+        """Return `no` if any check fails, `unknown` if a check that counts cannot be decided, else `yes`.
 
         A missing signature is reported, but affects the result only if signers were given. A card that
-        differs from the records' card is unknown: it may claim what they do not.
+        differs from the records' card is unknown: it may make claims that the records do not make.
         """
         found = {
             finding.holds for finding in self.findings if finding.name != ONLY_TOLD or finding.holds == "no"
@@ -44,7 +44,7 @@ class Verification:
 
     @property
     def exit_status(self) -> int:
-        """Exit status as for the gate: 0 holds, 1 does not hold, 2 cannot be decided."""
+        """Return the exit status as for the gate: 0 holds, 1 does not hold, 2 cannot be decided."""
         return {"yes": 0, "no": 1, "unknown": 2}[self.holds]
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Verification:
 def verify(model: str | Path, revision: str | None = None, signers: str | Path | None = None) -> Verification:
     """Compare the records of `model`, a folder or a Hub id, with its files and with one another.
 
-    signers: an allowed-signers file (`ssh-keygen(1)`); one of them must have signed the verdict
+    signers: an allowed-signers file (`ssh-keygen(1)`); one of these signers must have signed the verdict
     """
     folder, commit = Path(model).expanduser(), None
     if not folder.is_dir():
@@ -81,7 +81,9 @@ def verify(model: str | Path, revision: str | None = None, signers: str | Path |
 
 
 def _card(folder: Path, manifest: Artifact, verdict: Verdict, target: str) -> Finding:
-    """Whether the card equals the one that Scalegate makes from these records; no digest covers the card."""
+    """Say whether the card equals the one that Scalegate makes from these records; no digest covers the
+    card.
+    """
     try:
         card = write_card(folder, manifest, verdict, target.removeprefix("folder:"), target)
         same = (folder / CARD_NAME).read_text(encoding="utf-8") == card

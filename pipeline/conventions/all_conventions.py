@@ -10,8 +10,8 @@ __all__ = ["CONVENTIONS", "EXPORTS", "convention_of"]
 
 
 def convention_of(checkpoint: Checkpoint) -> Convention:
-    """The convention that the checkpoint declares; UserError with its name if it is not one that Scalegate
-    reads.
+    """Return the convention that the checkpoint declares; UserError with its name if it is not one that
+    Scalegate reads.
     """
     for _, convention in CONVENTIONS.items():
         if convention.recognizes(checkpoint):

@@ -1,7 +1,8 @@
-"""The convention seam: how a published checkpoint writes quantized weights down, and how one is written.
+"""The convention seam: how a published checkpoint writes quantized weights down, and how such a checkpoint is
+written.
 
-One file in this folder for each convention; `all_conventions.py` registers them. No convention knows a
-kernel, and this file has no logic beyond describing a weight in a checkpoint.
+There is one file in this folder for each convention; `all_conventions.py` registers the conventions. No
+convention knows a kernel, and this file has no logic beyond describing a weight in a checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ class StoredWeight:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a layout can pack it; otherwise `read` gives an ordinary tensor."""
+        """Say whether a layout can pack the weight; otherwise `read` gives an ordinary tensor."""
         return not isinstance(self.spec, Unquantized)
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> Problem:
@@ -58,15 +59,15 @@ class Convention(Protocol):
 
     @property
     def reads(self) -> str:
-        """The form that it reads, in a few words for an error."""
+        """Return the form that the convention reads, in a few words for an error."""
         ...
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint declares this convention; nothing else is checked."""
+        """Say whether the checkpoint declares this convention; nothing else is checked."""
         ...
 
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
-        """Every quantized linear weight by its module's name in the checkpoint.
+        """Return every quantized linear weight by its module's name in the checkpoint.
 
         Raises UserError if the scheme is not one that Scalegate reads, or the config and the tensors
         disagree.
@@ -74,7 +75,7 @@ class Convention(Protocol):
         ...
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
-        """Whether the config declares this linear module quantized, by its name in the checkpoint."""
+        """Say whether the config declares this linear module quantized, by its name in the checkpoint."""
         ...
 
 
@@ -83,7 +84,7 @@ class ExcludingConvention(Protocol):
     """A convention whose config names modules that are not quantized."""
 
     def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
-        """The config's pattern that excludes `module`, by its stored name; None if there is none."""
+        """Return the config's pattern that excludes `module`, by its stored name; None if there is none."""
         ...
 
 
@@ -91,11 +92,11 @@ class ExportConvention(Convention, Protocol):
     """A convention that an artifact can be written in."""
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
-        """None if `module` can be written in `spec`, otherwise the reason and a remedy."""
+        """Return None if `module` can be written in `spec`, otherwise the reason and a remedy."""
         ...
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
-        """The checkpoint tensors that store `<module>.weight`, by full name.
+        """Return the checkpoint tensors that store `<module>.weight`, by full name.
 
         inputs: how the layer's input is rounded, if the weight's spec quantizes activations
         """
@@ -104,7 +105,8 @@ class ExportConvention(Convention, Protocol):
     def quantization_config(
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """The `quantization_config` for `config.json`: `specs` holds the format of every quantized module.
+        """Return the `quantization_config` for `config.json`: `specs` holds the format of every quantized
+        module.
 
         `ignore` names the linear layers that stay unquantized, `embeddings` the modules that are not linear.
         """
@@ -116,23 +118,25 @@ class ExportConvention(Convention, Protocol):
         shapes: Mapping[str, tuple[int, int]],
         plain: Sequence[str],
     ) -> dict[str, str]:
-        """The safetensors header metadata that every file of the checkpoint carries.
+        """Return the safetensors header metadata that every file of the checkpoint carries.
 
         specs and shapes: the format and (N, K) of each quantized module; plain: names of all other tensors.
         """
         ...
 
     def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Further JSON files beside `config.json`, by name; `config` is the `quantization_config` in it."""
+        """Return further JSON files beside `config.json`, by name; `config` is the `quantization_config` in
+        it.
+        """
         ...
 
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        """The bytes of the spec, unless this convention stores more than the format needs."""
+        """Return the bytes of the spec, unless this convention stores more than the format needs."""
         ...
 
 
 class ExportDefaults:
-    """For conventions whose files hold the tensors of a format and nothing else."""
+    """This is for conventions whose files hold the tensors of a format and nothing else."""
 
     def file_metadata(
         self,
@@ -154,23 +158,23 @@ class KVCacheConvention(Protocol):
     """An export convention that has a place for how keys and values are stored."""
 
     def kv_cache(self, kv_format: str) -> dict[str, Any] | None:
-        """The entries of `quantization_config` for a KV format; None for a format that the convention does
-        not know.
+        """Return the entries of `quantization_config` for a KV format; None for a format that the convention
+        does not know.
         """
         ...
 
     def kv_scale_names(self, attention: str) -> tuple[str, str]:
-        """The fp32 tensors that an attention module's keys and values are multiplied by when read."""
+        """Return the fp32 tensors that an attention module's keys and values are multiplied by when read."""
         ...
 
 
 def kv_declaration(convention: ExportConvention, kv_format: str) -> dict[str, Any] | None:
-    """How `convention` declares `kv_format`; None if it cannot."""
+    """Return how `convention` declares `kv_format`; None if it cannot."""
     return convention.kv_cache(kv_format) if isinstance(convention, KVCacheConvention) else None
 
 
 def kv_scale_names(convention: ExportConvention, attention: str) -> tuple[str, str]:
-    """The place of an attention module's scales; by default as in compressed-tensors."""
+    """Return the place of an attention module's scales; by default as in compressed-tensors."""
     if isinstance(convention, KVCacheConvention):
         return convention.kv_scale_names(attention)
     return f"{attention}.k_scale", f"{attention}.v_scale"

@@ -1,6 +1,6 @@
 """Declared against stored: a config held to its files, for all conventions.
 
-It finds modules that are stored packed although the config excludes them, and invalid scales.
+The checks find modules that are stored packed although the config excludes them, and invalid scales.
 `model_loader/contradictions.py` has the checks that need the architecture (a layer that is declared quantized
 but stored plain, tied weights that differ).
 """
@@ -29,9 +29,9 @@ NAMED = 8
 
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
-    """Every linear weight that its convention describes, by module; reading a spoilt scale is refused.
+    """Return every linear weight that its convention describes, by module; reading a spoilt scale is refused.
 
-    UserError if the config excludes a module that is stored packed: readers would take it for plain.
+    Raise UserError if the config excludes a module that is stored packed: readers would take it for plain.
     """
     convention = convention_of(checkpoint)
     stored = convention.modules(checkpoint)
@@ -51,7 +51,7 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
 
 
 def refuse_spoilt_scales(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> None:
-    """UserError that names each scale that is no number, or is zero for codes that are not."""
+    """Raise a UserError that names each scale that is no number, or is zero for codes that are not."""
     spoilt = [said for weight in stored.values() for said in _spoilt(checkpoint, weight)]
     fused = [info for info in checkpoint.tensors.values() if isinstance(info, DecodedTensor)]
     for info in fused:
@@ -71,7 +71,9 @@ def _refuse(checkpoint: Checkpoint, spoilt: list[str]) -> None:
 
 
 def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor:
-    """The weight that `weight` reads; if its scales are invalid, they are read again to name the problem."""
+    """Return the weight that `weight` reads; if its scales are invalid, they are read again to name the
+    problem.
+    """
     value = weight.read()
     if isinstance(value, Tensor):
         _refuse(checkpoint, list(_spoilt(checkpoint, weight)))
@@ -86,7 +88,7 @@ def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor
 
 
 def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
-    """The problems of one weight's scales, by the tensor's name."""
+    """Yield the problems of one weight's scales, by the tensor's name."""
     scales = [
         part
         for name in weight.tensors
@@ -103,7 +105,7 @@ def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
 
 
 def _scales_of(info: TensorInfo) -> list[TensorInfo]:
-    """The tensors that multiply codes: the tensor itself, or the sources of a decoded tensor."""
+    """Return the tensors that multiply codes: the tensor itself, or the sources of a decoded tensor."""
     parts = info.parts if isinstance(info, DecodedTensor) else (info,)
     return [part for part in parts if part.dtype.is_floating_point or part.name.endswith(E8M0_SCALES)]
 
@@ -116,7 +118,7 @@ def _said_of_numbers(part: TensorInfo) -> str | None:
 
 
 def _hides_codes(checkpoint: Checkpoint, weight: StoredWeight) -> bool:
-    """Whether a scale of zero belongs to codes that are not zero; a block of zeros has both."""
+    """Say whether a scale of zero belongs to codes that are not zero; a block of zeros has both."""
     value = weight.read()
     if isinstance(value, Tensor):
         info = checkpoint.tensors[f"{weight.module}.weight"]
@@ -142,7 +144,7 @@ def _without_zeros(scale: Tensor) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
-    """The smallest and the largest absolute value; both NaN if there is a NaN."""
+    """Return the smallest and the largest absolute value; both NaN if there is a NaN."""
     if not values.numel() or not values.is_floating_point():
         return 1.0, 1.0
     low, high = _wide(values).abs().aminmax()
@@ -150,5 +152,5 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Float8 converted to fp32, since few operations support float8."""
+    """Convert float8 to fp32, since few operations support float8."""
     return values.float() if values.element_size() == 1 else values

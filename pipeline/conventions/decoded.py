@@ -1,6 +1,6 @@
 """Checkpoints in 4 or 8 bits that are read as sources and baselines: MXFP4, GPTQ, AWQ, bitsandbytes.
 
-`checkpoints/` decodes their tensors when it opens a checkpoint; this file only has their names.
+`checkpoints/` decodes these checkpoints' tensors when it opens them; this file only has the tensors' names.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ class DecodedSources:
         return (checkpoint.quantization_config or {}).get("quant_method") in DECODERS
 
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
-        """Linear layers; experts that lie in one tensor are read as that tensor."""
+        """The convention names linear layers; experts that lie in one tensor are read as that tensor."""
         return {
             name.removesuffix(WEIGHT): StoredWeight(
                 name.removesuffix(WEIGHT),

@@ -1,9 +1,10 @@
 """FP8 of every maker: E4M3 or E5M2 weights with one scale each, one per row, or one per block.
 
-DeepSeek's, Qwen's, Mistral's and FBGEMM's are known here; compressed-tensors' and ModelOpt's by their own
-conventions, which ask this file for the weights. A source is dequantized to 16 bits, one weight at a time; an
-FP8 release (`Checkpoint.is_released`) is served as FP8, inputs too, if its convention says how inputs are
-rounded. DeepSeek's form is written, too. How scales lie is `checkpoints/float_source.py`.
+DeepSeek's, Qwen's, Mistral's and FBGEMM's forms are known here; compressed-tensors' and ModelOpt's forms are
+known by their own conventions, which ask this file for the weights. A source is dequantized to 16 bits, one
+weight at a time; an FP8 release (`Checkpoint.is_released`) is served as FP8, inputs too, if its convention
+says how inputs are rounded. DeepSeek's form can be written too. `checkpoints/float_source.py` describes where
+scales lie.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,9 @@ class FP8Blocks(ExportDefaults):
 
 
 def stored_blocks(checkpoint: Checkpoint, module: str, suffix: str) -> StoredWeight:
-    """The released weight of `module`, whose blocks' scales are in the tensor that ends in `suffix`."""
+    """Return the released weight of `module`, whose blocks' scales are in the tensor that ends in
+    `suffix`.
+    """
     name, scale_name, spec = module + WEIGHT, module + suffix, FP8(BLOCKS)
     n, k = require_tensor(checkpoint, name, (E4M3,)).shape
     refuse_shape(checkpoint, name, spec, n, k)
@@ -92,7 +95,7 @@ def stored_blocks(checkpoint: Checkpoint, module: str, suffix: str) -> StoredWei
 
 
 def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
-    """Every linear weight in FP8, by module. UserError if a scale is absent or misshapen."""
+    """Return every linear weight in FP8, by module. Raise UserError if a scale is absent or misshapen."""
     return {
         name.removesuffix(WEIGHT): stored_float8(checkpoint, name.removesuffix(WEIGHT))
         for name, info in checkpoint.tensors.items()

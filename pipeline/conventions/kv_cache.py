@@ -1,6 +1,6 @@
 """A checkpoint's KV cache: the format that it was made for, and the scales of that format.
 
-Not for storing keys and values; that is `layouts/kv/format.py`. They are read as vLLM reads them:
+Storing keys and values is left to `layouts/kv/format.py`. Format and scales are read as vLLM reads them:
 `kv_cache_scheme` of compressed-tensors and ModelOpt, `kv_cache_quant_algo` of ModelOpt's sidecar, and
 `k_scale` and `v_scale` tensors, all of which are multipliers. If no convention can declare a format, the
 artifact's `scalegate.json` does.
@@ -39,15 +39,18 @@ class KVCache:
 
 
 def kv_cache_of(checkpoint: Checkpoint, asked: str = AUTO) -> KVCache:
-    """The KV cache to serve `checkpoint` with: the format `asked` for, or for `auto` the one it declares."""
+    """Return the KV cache to serve `checkpoint` with: the format `asked` for, or for `auto` the one it
+    declares.
+    """
     kv_format = _require_format(checkpoint, declared_kv_format(checkpoint)) if asked == AUTO else asked
     return KVCache(kv_format, _scales(checkpoint) if largest_of(KV_FORMATS[kv_format]) is not None else {})
 
 
 def declared_kv_format(checkpoint: Checkpoint) -> str:
-    """A name in `KV_FORMATS`, or the checkpoint's name of an unsupported format.
+    """Return a name in `KV_FORMATS`, or the checkpoint's name of an unsupported format.
 
-    The manifest's format if there is a manifest: it knows every format, and was written with the config.
+    Return the manifest's format if there is a manifest: the manifest knows every format, and was written with
+    the config.
     """
     in_config = _in_config(checkpoint)
     if checkpoint.manifest is None:
@@ -98,7 +101,7 @@ def _scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
 
 
 def _scale(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The scale in the tensor `name`, fp32 [1] or [H_kv]."""
+    """Return the scale in the tensor `name`, fp32 [1] or [H_kv]."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     scale = checkpoint.read(name).to(torch.float32).reshape(-1)

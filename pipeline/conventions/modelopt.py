@@ -120,7 +120,7 @@ class ModelOpt(ExportDefaults):
         }
 
     def sidecars(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The older sidecar file, which TensorRT-LLM and ModelOpt's own tools read."""
+        """Return the older sidecar file, which TensorRT-LLM and ModelOpt's own tools read."""
         section = {
             "quant_algo": config["quant_algo"],
             "kv_cache_quant_algo": KV_ALGORITHMS.get(stored_kv_cache(config) or ""),
@@ -130,8 +130,8 @@ class ModelOpt(ExportDefaults):
         return {SIDECAR: {"producer": config["producer"], "quantization": section}}
 
     def kv_cache(self, kv_format: str) -> dict[str, Any] | None:
-        """The declarations of a KV format: a scheme for `config.json`, the algorithm's name for the older
-        sidecar."""
+        """Return the declarations of a KV format: a scheme for `config.json`, the algorithm's name for the
+        older sidecar."""
         if kv_format not in KV_BITS:
             return None
         return {"kv_cache_scheme": {"dynamic": False, "num_bits": KV_BITS[kv_format], "type": "float"}}
@@ -141,7 +141,9 @@ class ModelOpt(ExportDefaults):
 
 
 def stored_kv_cache(config: Mapping[str, Any]) -> str | None:
-    """The KV format that a ModelOpt section declares, `config.json`'s or the sidecar's; None without one."""
+    """Return the KV format that a ModelOpt section declares, `config.json`'s or the sidecar's; None without
+    one.
+    """
     scheme = config.get("kv_cache_scheme") or {}
     algorithm = config.get("kv_cache_quant_algo")
     for name, bits in KV_BITS.items():
@@ -152,12 +154,14 @@ def stored_kv_cache(config: Mapping[str, Any]) -> str | None:
 
 
 def _excluded(config: Mapping[str, Any]) -> list[str]:
-    """Patterns of the modules that are not quantized, under either of ModelOpt's names for the key."""
+    """Return patterns of the modules that are not quantized, under either of ModelOpt's names for the key."""
     return config.get("ignore") or config.get("exclude_modules") or []
 
 
 def _declaration(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The quantization section, from config.json or from the sidecar that older exports write alone."""
+    """Return the quantization section, from config.json or from the sidecar that older exports write
+    alone.
+    """
     config = checkpoint.quantization_config
     if config is not None:
         return config

@@ -27,7 +27,7 @@ class NVFP4Tensors:
     divides: bool
 
     def stored(self, checkpoint: Checkpoint, module: str, quantizes_input: bool) -> StoredWeight:
-        """The weight of `module`; UserError if its tensors are not valid NVFP4."""
+        """Return the weight of `module`; raise UserError if its tensors are not valid NVFP4."""
         packed, scale = module + self.packed, module + self.scale
         global_scale, input_scale = module + self.global_scale, module + self.input_scale
         n, half = require_tensor(checkpoint, packed, (torch.uint8,)).shape
@@ -56,8 +56,8 @@ class NVFP4Tensors:
         return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
 
     def written(self, module: str, weight: NVFP4Weight, inputs: InputFormat | None) -> dict[str, Tensor]:
-        """The tensors of `module`, by full name; reading them back gives equal numbers if 1/(1/global_scale)
-        equals global_scale.
+        """Return the tensors of `module`, by full name; reading them back gives equal numbers if
+        1/(1/global_scale) equals global_scale.
 
         inputs: an NVFP4Input that multiplies, if the weight's spec has `activations`
         """

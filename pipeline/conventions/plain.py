@@ -1,7 +1,7 @@
 """Checkpoints that are not quantized: every tensor is stored under its own name, in bf16, fp16 or fp32.
 
-The loader reads such tensors directly. It is written if only keys and values are quantized, in a format that
-no convention declares.
+The loader reads the tensors of plain checkpoints directly. The convention is written if only keys and values
+are quantized, in a format that no convention declares.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
 `quantization_config` is `{"quant_method": "scalegate", "format": "iq2-xxs", "modules": [...], "ignore":
 [...]}`, and a module's tensors are those of its format: `<module>.weight_words` int32 [N, K/16],
-`<module>.weight_scale` fp16 [N, K/256]. Other engines do not read it; `pipeline gguf` writes what llama.cpp
-reads.
+`<module>.weight_scale` fp16 [N, K/256]. Other engines do not read this convention; `pipeline gguf` writes
+what llama.cpp reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class Scalegate(ExportDefaults):
 
 
 def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWeight:
-    """The weight of `module`; UserError if its tensors are not valid in the format."""
+    """Return the weight of `module`; raise UserError if its tensors are not valid in the format."""
     small = spec.random(1, spec.column_multiple, META).tensors()
     names = {part: f"{module}{PREFIX}{part}" for part in small}
     found = {part: require_tensor(checkpoint, names[part], (tensor.dtype,)) for part, tensor in small.items()}

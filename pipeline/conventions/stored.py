@@ -26,7 +26,9 @@ def require_tensor(
     shape: tuple[int, ...] | None = None,
     because: str = "the quantization config calls for it",
 ) -> TensorInfo:
-    """The checkpoint's entry for `name`; UserError if it is missing or has another shape or dtype."""
+    """Return the checkpoint's entry for `name`; raise UserError if it is missing or has another shape or
+    dtype.
+    """
     info = checkpoint.tensors.get(name)
     if info is None:
         raise UserError(
@@ -55,7 +57,7 @@ def scalar_shape(checkpoint: Checkpoint, name: str) -> None:
 
 
 def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The only number in `name`, fp32 []; UserError if it is not a valid scale."""
+    """Return the only number in `name`, fp32 []; raise UserError if it is not a valid scale."""
     value = checkpoint.read(name).float().reshape(())
     if not bool(torch.isfinite(value)) or float(value) <= 0:
         raise UserError(f"{checkpoint.source}: {name} is {float(value)}; it has to be positive")
@@ -63,14 +65,16 @@ def positive_scalar(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def refuse_shape(checkpoint: Checkpoint, name: str, spec: WeightFormat, n: int, k: int) -> None:
-    """UserError if the format cannot hold the weight `name` [n, k]."""
+    """Raise UserError if the format cannot hold the weight `name` [n, k]."""
     reason = spec.refuses(n, k)
     if reason is not None:
         raise UserError(f"{checkpoint.source}: {name} cannot be {spec.label}: {reason}")
 
 
 def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
-    """The INT4 spec that the checkpoint declares; UserError if its parameters are not allowed."""
+    """Return the INT4 spec that the checkpoint declares; raise UserError if its parameters are not
+    allowed.
+    """
     try:
         return Int4(**parameters)
     except ValueError as error:
@@ -80,6 +84,8 @@ def int4_spec(checkpoint: Checkpoint, module: str, **parameters: Any) -> Int4:
 
 
 def not_converted(checkpoint: Checkpoint, module: str) -> str | None:
-    """The entry of transformers' `modules_to_not_convert` that excludes `module`; None if there is none."""
+    """Return the entry of transformers' `modules_to_not_convert` that excludes `module`; None if there is
+    none.
+    """
     patterns = (checkpoint.quantization_config or {}).get("modules_to_not_convert") or []
     return next((pattern for pattern in patterns if matches_wildcard(pattern, module)), None)

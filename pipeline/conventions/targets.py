@@ -1,6 +1,8 @@
-"""Patterns by which a quantization config names modules: matching them, and writing a set of names as few.
+"""Patterns by which a quantization config names modules: matching patterns, and writing a set of names as few
+patterns.
 
-Both compressed-tensors' (exact names, `re:` expressions, class names) and ModelOpt's (shell wildcards).
+Both compressed-tensors' patterns (exact names, `re:` expressions, class names) and ModelOpt's (shell
+wildcards) are known.
 """
 
 import fnmatch
@@ -17,20 +19,24 @@ LINEAR = "Linear"
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a compressed-tensors pattern names this module; `re:` anchors at the start, as theirs does."""
+    """Say whether a compressed-tensors pattern names this module; `re:` anchors at the start, as in the
+    library.
+    """
     if pattern.startswith(REGEX_PREFIX):
         return start_match(pattern.removeprefix(REGEX_PREFIX), module)
     return pattern == module
 
 
 def first_match(patterns: Iterable[str], module: str) -> str | None:
-    """The most specific pattern that names a linear module: exact, then regular expression, then class."""
+    """Return the most specific pattern that names a linear module: exact, then regular expression, then
+    class.
+    """
     ordered = sorted(patterns, key=lambda pattern: (pattern == LINEAR, pattern.startswith(REGEX_PREFIX)))
     return next((p for p in ordered if matches(p, module) or p == LINEAR), None)
 
 
 def matches_wildcard(pattern: str, module: str) -> bool:
-    """Whether a ModelOpt exclusion (`lm_head`, `model.layers.0.*`) names the module or a parent of it."""
+    """Say whether a ModelOpt exclusion (`lm_head`, `model.layers.0.*`) names the module or a parent of it."""
     return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern + ".")
 
 
@@ -58,5 +64,7 @@ def as_patterns(groups: Mapping[Group, Sequence[str]], others: Iterable[str]) ->
 
 
 def _any_number(name: str) -> str:
-    """A regular expression for the name with any number in the place of each path part that is a number."""
+    """Return a regular expression for the name with any number in the place of each path part that is a
+    number.
+    """
     return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))

@@ -120,7 +120,7 @@ class TorchAO(ExportDefaults):
 
 
 def _subclasses(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The headers' entries, over all files, for each tensor that is not plain."""
+    """Return the headers' entries, over all files, for each tensor that is not plain."""
     described: dict[str, dict[str, Any]] = {}
     for file in checkpoint.shards:
         for name, text in checkpoint.metadata(file).items():

@@ -5,8 +5,8 @@ INT4 tiles (`tile_packed_to_4d`, torch's `_convert_weight_to_int4pack`) of codes
     words int32 [N/8, K/128, 32, 4]; word [a, b, t, j] holds row n = 8a + t/4
     and, in nibble 4·odd + 2·tile + half, column k = 128b + 32j + 16·tile + 8·half + 2·(t mod 4) + odd
 
-which is the order in which the lanes t of a warp read the B operand of m16n8k16. Each (n, group) has a scale
-and a shift, the value of code 8: w = (code - 8) * scale + shift, [K/g, N, 2] bf16.
+In this order the lanes t of a warp read the B operand of m16n8k16. Each (n, group) has a scale and a shift,
+the value of code 8: w = (code - 8) * scale + shift, [K/g, N, 2] bf16.
 """
 
 import torch
@@ -24,7 +24,9 @@ TO_WORDS = (0, 2, 1, 6, 3, 7, 4, 5)
 
 
 def pad_to_tiles(weight: Int4Weight) -> Int4Weight:
-    """The weight padded with zero rows and columns to whole tiles; activations are padded in the same way."""
+    """Return the weight padded with zero rows and columns to whole tiles; activations are padded in the same
+    way.
+    """
     n, k = weight.shape
     rows, columns = -n % N_MULTIPLE, -k % K_MULTIPLE
     groups = weight.spec.groups(columns)
@@ -49,7 +51,7 @@ def pack_tiles(codes: Tensor) -> Tensor:
 
 
 def unpack_tiles(words: Tensor) -> Tensor:
-    """Unpack the int32 words to uint8 codes [N, K/2]; inverse of `pack_tiles`."""
+    """Unpack the int32 words to uint8 codes [N, K/2], as the inverse of `pack_tiles`."""
     n_tiles, k_tiles = words.shape[:2]
     nibbles = unpack_nibbles(words.contiguous().view(-1, 1).view(torch.uint8))
     from_words = [TO_WORDS.index(axis) for axis in range(len(TO_WORDS))]
@@ -58,19 +60,21 @@ def unpack_tiles(words: Tensor) -> Tensor:
 
 
 def from_affine(spec: Int4, codes: Tensor, scale: Tensor, shift: Tensor) -> Int4Weight:
-    """The weight `(code - 8) * scale + shift`, with the shift as a fractional zero point."""
+    """Return the weight `(code - 8) * scale + shift`, with the shift as a fractional zero point."""
     scale, shift = scale.contiguous(), shift.float()
     safe = torch.where(scale == 0, 1.0, scale.float())
     return Int4Weight(spec, codes, scale, MIDDLE_CODE - shift / safe)
 
 
 def swizzled_shape(n: int, k: int) -> tuple[int, int]:
-    """The shape of NVFP4 scales of a weight [n, k], in blocks of 128 rows by 4 scales stored as 32 by 16."""
+    """Return the shape of NVFP4 scales of a weight [n, k], in blocks of 128 rows by 4 scales stored as 32 by
+    16.
+    """
     return -(-n // 128) * 32, -(-k // 64) * 16
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Arrange NVFP4 scales [n, groups] in blocks, padded with zeros to whole blocks; inverse of
+    """Arrange NVFP4 scales [n, groups] in blocks, padded with zeros to whole blocks, as the inverse of
     `unswizzle`."""
     n, groups = scale.shape
     raw = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -n % 128))
@@ -80,8 +84,8 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def unswizzle(scale: Tensor, n: int, groups: int) -> Tensor:
-    """NVFP4 scales [n, groups] from blocks. In a block, row r and column c are at [r mod 32, 4·(r/32) +
-    c]."""
+    """Return NVFP4 scales [n, groups] from blocks. In a block, row r and column c are at [r mod 32, 4·(r/32)
+    + c]."""
     row_blocks, column_blocks = -(-n // 128), -(-groups // 4)
     # As bytes: not every device permutes float8.
     blocks = scale.contiguous().view(torch.uint8).reshape(row_blocks, column_blocks, 32, 4, 4)

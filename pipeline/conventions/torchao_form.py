@@ -1,6 +1,6 @@
-"""The torchao seam: one of its tensor subclasses, read from a safetensors header's entry and written.
+"""The torchao seam: one of torchao's tensor subclasses, read from a safetensors header's entry and written.
 
-A file for each weight format, registered here; `torchao.py` is the convention that they make up.
+Each weight format has a file that is registered here; `torchao.py` is the convention that the forms make up.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,23 +23,23 @@ class Form(Protocol):
 
     @property
     def kind(self) -> str:
-        """The class's name."""
+        """Return the class's name."""
         ...
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        """None if it can hold weights of `spec`, otherwise the reason in a few words."""
+        """Return None if the class can hold weights of `spec`, otherwise the reason in a few words."""
         ...
 
     def tensors(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        """The checkpoint tensors that stand for `<module>.weight`, by full name."""
+        """Return the checkpoint tensors that stand for `<module>.weight`, by full name."""
         ...
 
     def described(self, spec: WeightFormat, shape: tuple[int, int]) -> dict[str, Any]:
-        """The header's entry for a weight: `_data` and `_tensor_data_names`."""
+        """Return the header's entry for a weight: `_data` and `_tensor_data_names`."""
         ...
 
     def config(self, spec: WeightFormat) -> dict[str, Any]:
-        """The torchao config that makes such weights, as transformers stores it."""
+        """Return the torchao config that makes such weights, as transformers stores it."""
         ...
 
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float: ...

@@ -1,7 +1,7 @@
 """torchao's INT4: Int4TilePackedTo4dTensor, written and read, and Int4Tensor, read.
 
-The former is the only INT4 form that stock torchao both stores and multiplies. Its product needs CUDA with
-compute capability 8.0; its bytes do not.
+Int4TilePackedTo4dTensor is the only INT4 form that stock torchao both stores and multiplies. That form's
+product needs CUDA with compute capability 8.0; its bytes do not.
 """
 
 from collections.abc import Mapping
@@ -67,7 +67,9 @@ class TilePackedInt4:
         return {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": data}
 
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        """Every zero point is stored as a shift, as wide as a scale; the padding of tiles is not counted."""
+        """Count the bytes: every zero point is stored as a shift, as wide as a scale; the padding of tiles is
+        not counted.
+        """
         return 4 + 2 * SCALE_BITS / _int4(spec).group_size
 
 

@@ -1,6 +1,7 @@
 """The facts that llama.cpp needs about a model besides its weights, from its config: names, sizes, rope.
 
-Only architectures whose tensors the `gguf` package names one for one: dense Llama, Mistral, Qwen2 and Qwen3.
+Only architectures whose tensors the `gguf` package names one for one are supported: dense Llama, Mistral,
+Qwen2 and Qwen3.
 """
 
 import math
@@ -52,8 +53,8 @@ class Architecture:
 
     @classmethod
     def of(cls, source: str, config: Mapping[str, Any]) -> "Architecture":
-        """The architecture of a checkpoint. UserError with the reason if llama.cpp would read the model
-        differently."""
+        """Return the architecture of a checkpoint. Raise UserError with the reason if llama.cpp would read
+        the model differently."""
         model_type = config.get("model_type")
         if model_type not in ARCHITECTURES:
             raise UserError(
@@ -84,7 +85,9 @@ class Architecture:
         return self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
 
     def tensor_name(self, name: str) -> str:
-        """GGUF's name of the checkpoint tensor `name`. UserError if it has no such number."""
+        """Return GGUF's name of the checkpoint tensor `name`. Raise UserError if GGUF has no name for that
+        number.
+        """
         names = gguf.get_tensor_name_map(self.arch, self.config["num_hidden_layers"])
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
@@ -92,7 +95,7 @@ class Architecture:
         return found
 
     def row_order(self, name: str) -> Tensor | None:
-        """The rows of tensor `name` in llama.cpp's order; None if the order is the same.
+        """Return the rows of tensor `name` in llama.cpp's order; None if the order is the same.
 
         llama.cpp's Llama rotates neighbouring pairs of a head's rows, transformers rotates a head's two
         halves.
@@ -133,9 +136,9 @@ class Architecture:
         return float(_rope(self.config).get("rope_theta") or ROPE_THETA)
 
     def rope_factors(self) -> Tensor | None:
-        """The divisors of llama3's rope for each frequency, fp32 [head_dim / 2]; None for other kinds.
+        """Return the divisors of llama3's rope for each frequency, fp32 [head_dim / 2]; None for other kinds.
 
-        llama.cpp has no name for this rope; it reads the factors as a tensor.
+        llama.cpp has no name for this rope, and reads the factors as a tensor.
         """
         rope = _rope(self.config)
         if _rope_type(rope) != "llama3":
@@ -152,6 +155,6 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rope section; older configs have its keys at the top."""
+    """Return the rope section; older configs have its keys at the top."""
     section = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta")} | section

@@ -1,6 +1,7 @@
 """Weights in blocks as GGUF stores them: IQ2_XXS, 66 bytes for 256 weights, and Q8_0, 34 bytes for 32.
 
-Either has its fp16 scale first. The gguf package quantizes to Q8_0; it has no quantizer for K-quants.
+A block of either type has its fp16 scale first. The gguf package quantizes to Q8_0; it has no quantizer for
+K-quants.
 """
 
 import sys
@@ -20,7 +21,7 @@ ROWS_AT_ONCE = 4096
 
 
 def to_blocks(weight: IQ2XXSWeight) -> np.ndarray:
-    """uint8 [N, K/256 * 66]: each row is one row of the GGUF tensor."""
+    """Return uint8 [N, K/256 * 66]: each row is one row of the GGUF tensor."""
     _require_little_endian()
     n, super_blocks = weight.scale.shape
     scale = weight.scale.contiguous().numpy().view(np.uint8).reshape(n, super_blocks, SCALE_BYTES)

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer from `tokenizer.json` as GGUF's keys; others are refused."""
+"""A byte-level BPE tokenizer from `tokenizer.json` as GGUF's keys; other tokenizers are refused."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ SPLITS = {WORDS + r"\p{N}" + SYMBOLS: "qwen2", WORDS + r"\p{N}{1,3}" + SYMBOLS: 
 
 
 def write_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> str | None:
-    """Write a checkpoint's tokenizer, and return a note if it has none. UserError for a tokenizer of another
-    kind.
+    """Write a checkpoint's tokenizer, and return a note if there is none. Raise UserError for a tokenizer of
+    another kind.
     """
     path = checkpoint.folder / TOKENIZER_NAME
     if not path.is_file():
@@ -46,7 +46,7 @@ def write_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int)
 
 
 def _pre_tokenizer(section: dict[str, Any]) -> str | None:
-    """llama.cpp's name for a `pre_tokenizer` section; None if it has none."""
+    """Return llama.cpp's name for a `pre_tokenizer` section; None if it has none."""
     steps = section.get("pretokenizers", [section])
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
     byte_level = [step for step in steps if step.get("type") == "ByteLevel"]

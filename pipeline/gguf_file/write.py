@@ -1,8 +1,8 @@
 """Writing a whole checkpoint as one GGUF file that llama.cpp reads, a tensor at a time.
 
 IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no GGUF type holds their numbers;
-unquantized tensors keep their dtype, and vectors become fp32, as llama.cpp requires. On request, it rounds
-all matrices except those in IQ2_XXS to Q8_0.
+unquantized tensors keep their dtype, and vectors become fp32, as llama.cpp requires. On request, all matrices
+except those in IQ2_XXS are rounded to Q8_0.
 """
 
 import errno
@@ -71,7 +71,7 @@ class GGUFSummary:
 
 
 def write_gguf(checkpoint: Checkpoint, out: Path, matrices: str = BF16, progress: bool = True) -> GGUFSummary:
-    """Write `checkpoint` to `out`, atomically. UserError for a model that llama.cpp could not read.
+    """Write `checkpoint` to `out`, atomically. Raise UserError for a model that llama.cpp could not read.
 
     matrices: one of `MATRICES`
     """
@@ -124,7 +124,7 @@ def _room_for(out: Path) -> Iterator[None]:
 
 
 def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGUFTensor]:
-    """Every tensor of the file, known from headers alone."""
+    """Yield every tensor of the file, known from headers alone."""
     stored = stored_weights(checkpoint)
     parts = {name for weight in stored.values() for name in weight.tensors}
     for module, weight in stored.items():
@@ -150,7 +150,9 @@ def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGU
 
 
 def _rounded(tensor: GGUFTensor, matrices: str) -> GGUFTensor:
-    """The tensor in Q8_0 if it is a matrix that `matrices` asks for in Q8_0, else the tensor itself."""
+    """Return the tensor in Q8_0 if it is a matrix that `matrices` asks for in Q8_0, else the tensor
+    itself.
+    """
     dtype = DTYPES.get(tensor.type)
     if matrices == BF16 or dtype is None or len(tensor.byte_shape) != 2:
         return tensor

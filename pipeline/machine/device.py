@@ -9,14 +9,14 @@ DTYPE_OF = {name: None if name == AUTO else getattr(torch, name) for name in DTY
 
 
 def resolve_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name; None stands for the checkpoint's own dtype."""
+    """Return the dtype of that name; None stands for the checkpoint's own dtype."""
     if name not in DTYPE_OF:
         raise UserError(f"unknown dtype {name!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPE_OF[name]
 
 
 def resolve_device(device: str) -> str:
-    """The device: `auto` is resolved, any other name is checked."""
+    """Return the device: `auto` is resolved, any other name is checked."""
     if device == AUTO:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -31,7 +31,7 @@ class UntestedPackage:
 
 
 def untested_packages() -> list[UntestedPackage]:
-    """Packages outside their bounds; empty if Scalegate is not installed, when there are no bounds to
+    """Return packages outside their bounds; empty if Scalegate is not installed, when there are no bounds to
     read."""
     return list(_outside_bounds())
 

@@ -25,15 +25,15 @@ from .skeleton import build_skeleton, meta_model
 def attention_layers_of(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
 ) -> dict[int, AttentionLayer]:
-    """The attention layers, by index, as they are stored on `device`. UserError for a model that cannot be
-    served."""
+    """Return the attention layers, by index, as they are stored on `device`. Raise UserError for a model that
+    cannot be served."""
     return served_layers_of(checkpoint, dtype, device).attention
 
 
 def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> ServedLayers:
-    """The attention and the states that the checkpoint's layers keep for requests on `device`.
+    """Return the attention and the states that the checkpoint's layers keep for requests on `device`.
 
-    UserError for a model that cannot be served.
+    Raise UserError for a model that cannot be served.
     """
     model = build_skeleton(checkpoint, dtype or default_dtype(checkpoint))
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
@@ -46,9 +46,9 @@ def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: 
 
 
 def layers_with_states_of(checkpoint: Checkpoint) -> ServedLayers | None:
-    """What the checkpoint's layers keep for requests if some layers are recurrent; None if none are.
+    """Return what the checkpoint's layers keep for requests if some layers are recurrent; None if none are.
 
-    UserError if that is not known.
+    Raise UserError if the layers' shapes are not known.
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
     if not any(keeps_a_state(module) for module in model.modules()):
@@ -63,7 +63,9 @@ def layers_with_states_of(checkpoint: Checkpoint) -> ServedLayers | None:
 
 
 def state_bytes_of(checkpoint: Checkpoint) -> int | None:
-    """Bytes that recurrent layers keep of each request: 0 without such layers, None if not known."""
+    """Return the bytes that recurrent layers keep of each request: 0 without such layers, None if not
+    known.
+    """
     try:
         layers = layers_with_states_of(checkpoint)
     except UserError as error:
@@ -73,7 +75,7 @@ def state_bytes_of(checkpoint: Checkpoint) -> int | None:
 
 
 def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -> None:
-    """UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
+    """Raise UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
     length: tokens of a request, prompt and answer; device: the device on which it would be served
     """

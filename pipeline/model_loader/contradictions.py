@@ -1,7 +1,8 @@
 """Compares a checkpoint's config with the tensors in its files, before anything is served.
 
-Layers that are declared quantized and lie plain, and tied weights that differ. `conventions/declared.py` has
-the checks that do not need the architecture; `validation/` checks how other readers read the files.
+The checks find layers that are declared quantized and lie plain, and tied weights that differ.
+`conventions/declared.py` has the checks that do not need the architecture; `validation/` checks how other
+readers read the files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from .weight_map import Assignment, map_weights
 
 
 def refuse_contradictions(checkpoint: Checkpoint) -> None:
-    """UserError if config and files contradict each other, or a scale is invalid. Scales are all read."""
+    """Raise UserError if config and files contradict each other, or a scale is invalid. Scales are all
+    read.
+    """
     stored = stored_weights(checkpoint)
     refuse_spoilt_scales(checkpoint, stored)
     if not any(weight.is_quantized for weight in stored.values()):
@@ -43,9 +46,10 @@ def refuse_misdeclared(
     model: PreTrainedModel,
     assignments: Sequence[Assignment],
 ) -> None:
-    """UserError if a layer is declared quantized but stored plain, or two tied tensors differ.
+    """Raise UserError if a layer is declared quantized but stored plain, or two tied tensors differ.
 
-    Only of quantized checkpoints: a source that ties two tensors is quantized into an artifact that does not.
+    Only quantized checkpoints are checked: a source that ties two tensors is quantized into an artifact that
+    does not.
     """
     convention = convention_of(checkpoint)
     wrong = [
@@ -67,7 +71,7 @@ def refuse_misdeclared(
 def _plain_linears(
     model: PreTrainedModel, assignments: Sequence[Assignment], stored: Mapping[str, StoredWeight]
 ) -> Iterator[str]:
-    """The linear layers that get one unquantized tensor, by their names in the checkpoint."""
+    """Yield the linear layers that get one unquantized tensor, by their names in the checkpoint."""
     for assignment in assignments:
         owner, _, leaf = assignment.target.rpartition(".")
         name = assignment.names[0]

@@ -1,6 +1,6 @@
-"""Notices that quantized layers are served rightly but slowly.
+"""Notices for quantized layers that are served correctly but slowly.
 
-They are dequantized anew for every product if every other layout refuses a format, a dtype or a device; and
+Layers are dequantized anew for every product if every other layout refuses a format, a dtype or a device;
 formats that round inputs are emulated if no layout multiplies rounded inputs by themselves on a device.
 """
 
@@ -19,7 +19,7 @@ DEQUANTIZE = "dequantize"
 
 
 def dequantized_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> str | None:
-    """One sentence on the products that are dequantized; None if there are none.
+    """Return one sentence on the products that are dequantized; None if there are none.
 
     problems: the problem of each product, by the product's name in serving
     layouts:  the layout of each product
@@ -41,7 +41,7 @@ def dequantized_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]
 
 
 def emulation_note(problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> str | None:
-    """One sentence on the products that emulate a format of inputs; None if there are none.
+    """Return one sentence on the products that emulate a format of inputs; None if there are none.
 
     problems: the problem of each product, by the product's name in serving
     layouts:  the layout of each product

@@ -1,8 +1,8 @@
 """Tensors from a file straight to a GPU: several pieces at once, through pinned memory that is used again.
 
 A read into new memory waits for its pages, and a copy from unpinned memory waits for another copy on the
-host. Together they reach only a quarter of a page cache's speed. Not for weights that the CPU still
-processes.
+host. Together these waits leave only a quarter of a page cache's speed. Weights that the CPU still processes
+are read elsewhere.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +39,7 @@ class DeviceReader:
         self._threads.shutdown(cancel_futures=True)
 
     def read(self, info: TensorInfo) -> Tensor:
-        """The tensor on the device. UserError if the file ends early."""
+        """Return the tensor on the device. Raise UserError if the file ends early."""
         target = torch.empty(info.nbytes, dtype=torch.uint8, device=self.device)
         pieces = [
             self._threads.submit(self._read_piece, info, start, target[start : start + PIECE_BYTES])

@@ -1,8 +1,8 @@
 """The hidden states of a text between two decoder layers: on the GPU, in memory, or in a file if there are
 many.
 
-They are read and written a few sequences at a time. The file is unlinked as soon as it is open, so nothing is
-left of it whatever happens.
+The states are read and written a few sequences at a time. The file is unlinked as soon as it is open, so
+nothing is left of it whatever happens.
 """
 
 import tempfile
@@ -48,7 +48,7 @@ class HiddenStates:
             self._tensor = torch.empty(shape, dtype=dtype, device=self.device)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The states of sequences `start:stop`, as far as they exist, in their own memory."""
+        """Return the states of sequences `start:stop`, as far as they exist, in their own memory."""
         stop = min(stop, self.shape[0])
         if not self.is_spilled:
             return self._tensor[start:stop].clone()
@@ -69,8 +69,8 @@ class HiddenStates:
 
 
 class StatesPart:
-    """Sequences `first` to `first + count` of hidden states that hold several texts, as the states of one
-    text.
+    """Return sequences `first` to `first + count` of hidden states that hold several texts, as the states of
+    one text.
     """
 
     def __init__(self, whole: HiddenStates, first: int, count: int):
@@ -87,6 +87,6 @@ AnyStates = HiddenStates | StatesPart
 
 
 def gpu_room(device: torch.device, for_variants: bool) -> int:
-    """Bytes of a GPU's memory that the states before one layer may take."""
+    """Return the bytes of a GPU's memory that the states before one layer may take."""
     memory = torch.cuda.get_device_properties(device).total_memory
     return int(GPU_VARIANTS_SHARE * memory) if for_variants else min(GPU_BYTES, int(GPU_SHARE * memory))

@@ -1,7 +1,7 @@
 """Rounds the inputs of plain linear layers if their checkpoint quantizes activations as well.
 
-For models that are run with dequantized weights, as `layer_stream.py` runs them; packed layers round by
-themselves (`layouts/modules/linear.py`).
+This is for models that are run with dequantized weights, as `layer_stream.py` runs them; packed layers round
+by themselves (`layouts/modules/linear.py`).
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class InputRounding(TorchFunctionMode):
         self._unseen.add(name)
 
     def drop(self, prefix: str) -> list[str]:
-        """Forget the weights whose names begin with `prefix`; returns those that no `F.linear` used."""
+        """Forget the weights whose names begin with `prefix`; return those that no `F.linear` used."""
         for address in [address for address, name in self._names.items() if name.startswith(prefix)]:
             del self._parts[address], self._names[address]
         missed = sorted(name for name in self._unseen if name.startswith(prefix))

@@ -1,7 +1,7 @@
 """`logits_to_keep` for models of transformers whose forward does not know it, such as MiniCPM-V's.
 
-Such a forward swallows the argument and returns the logits of all tokens; who asks for some rows takes the
-wrong ones.
+Such a forward swallows the argument and returns the logits of all tokens; a caller who asks for some rows
+takes the wrong ones.
 """
 
 import inspect
@@ -14,7 +14,9 @@ ARGUMENT = "logits_to_keep"
 
 
 def take_logits_to_keep(model: PreTrainedModel) -> None:
-    """Let the model's forward take it, as others do: n for the last n tokens, 0 for all, or indices."""
+    """Let the model's forward take the argument, as other models do: n for the last n tokens, 0 for all, or
+    indices.
+    """
     plain = model.forward
     if ARGUMENT in inspect.signature(plain).parameters:
         return

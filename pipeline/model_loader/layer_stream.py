@@ -1,8 +1,8 @@
 """Running a checkpoint's decoder layers one after another: one layer's weights in memory at a time.
 
 The model's own forward runs for a few sequences at a time, with every layer but one replaced: so each layer
-gets the masks, positions and other arguments that its architecture passes. Not for the statistics of a
-layer's inputs: `calibration.py`.
+gets the masks, positions and other arguments that its architecture passes. The statistics of a layer's inputs
+are computed in `calibration.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +78,7 @@ class LayerStream:
             self.states.write(start, self._through(start, first, lambda hidden, *_, **__: hidden)[0])
 
     def starts(self) -> range:
-        """The index of the first sequence in each batch of sequences."""
+        """Return the index of the first sequence in each batch of sequences."""
         return range(0, len(self.sequences), self._at_once)
 
     def place(self, name: str) -> nn.Module:
@@ -94,7 +94,7 @@ class LayerStream:
             self.rounding.add(assignment.target, self.model.get_parameter(assignment.target), parts)
 
     def tensor_of(self, target: str) -> str | None:
-        """The checkpoint's tensor that is stored exactly as this parameter; None if there is no single
+        """Return the checkpoint's tensor that is stored exactly as this parameter; None if there is no single
         one."""
         return next(
             (
@@ -106,14 +106,16 @@ class LayerStream:
         )
 
     def put(self, tensor: str, value: Tensor) -> None:
-        """`value` in the form of that tensor of the checkpoint, for a layer that has its weights."""
+        """Return `value` in the form of that tensor of the checkpoint, for a layer that has its weights."""
         for assignment in self.assignments:
             if assignment.names == [tensor]:
                 parameter = self.model.get_parameter(assignment.target)
                 parameter.data = value.to(parameter)
 
     def drop(self, name: str) -> None:
-        """Free the layer's memory. UserError if a layer whose inputs must be rounded was never called."""
+        """Free the layer's memory. Raise UserError if a layer whose inputs must be rounded was never
+        called.
+        """
         if self.rounding is not None and (missed := self.rounding.drop(f"{name}.")):
             raise UserError(
                 f"{self.checkpoint.source}: {missed[0]} rounds its input too, but "
@@ -128,7 +130,7 @@ class LayerStream:
         return_freed_memory()
 
     def run(self, name: str, start: int, states: AnyStates | None = None) -> Tensor:
-        """The layer's outputs for the sequences from `start` on: [n, T, hidden] on the device.
+        """Return the layer's outputs for the sequences from `start` on: [n, T, hidden] on the device.
 
         states: hidden states to use in place of the stream's own
         """
@@ -137,7 +139,7 @@ class LayerStream:
         return self._through(start, name, lambda _, *args, **kwargs: forward(hidden, *args, **kwargs))[0]
 
     def after(self, name: str, states: AnyStates | None = None) -> HiddenStates:
-        """The hidden states after the layer, computed with its present weights."""
+        """Return the hidden states after the layer, computed with its present weights."""
         after = self.empty_states()
         self.carry(name, states, after)
         return after
@@ -152,14 +154,16 @@ class LayerStream:
         self.states = self.after(name)
 
     def outputs(self, states: AnyStates | None = None) -> Iterator[Tensor]:
-        """The inputs of the output projection, [n, T, hidden] each; after the last layer."""
+        """Yield the inputs of the output projection, [n, T, hidden] each; after the last layer."""
         first = next(iter(self.layers))
         for start in self.starts():
             hidden = self.hidden(start, states)
             yield self._through(start, first, lambda _, *__, hidden=hidden, **___: hidden)[1]
 
     def predictions(self, hidden: Tensor) -> Tensor:
-        """Logits [n, T, vocab] from the tensors of `outputs`, with the model's own scaling and capping."""
+        """Return logits [n, T, vocab] from the tensors of `outputs`, with the model's own scaling and
+        capping.
+        """
         self.loader.tie()
         decoder = self.model.get_decoder()
         ids = self.sequences[: len(hidden)].to(self.device)
@@ -172,23 +176,23 @@ class LayerStream:
             del decoder.forward
 
     def hidden(self, start: int, states: AnyStates | None = None) -> Tensor:
-        """The next layer's inputs for the sequences from `start` on: [n, T, hidden] on the device."""
+        """Return the next layer's inputs for the sequences from `start` on: [n, T, hidden] on the device."""
         return (states or self.states).read(start, start + self._at_once).to(self.device)
 
     def empty_states(self) -> HiddenStates:
-        """Room for the hidden states of the sequences."""
+        """Make room for the hidden states of the sequences."""
         return HiddenStates(self._shape, self.model.dtype, self._spill, self.device)
 
     def variants(self, count: int) -> list[StatesPart]:
-        """Room for this many variants of the states, all in one file if there are many."""
+        """Make room for this many variants of the states, all in one file if there are many."""
         each, *rest = self._shape
         shape = (count * each, *rest)
         whole = HiddenStates(shape, self.model.dtype, self._spill, self.device, for_variants=True)
         return [StatesPart(whole, index * each, each) for index in range(count)]
 
     def _form_of_outputs(self) -> Callable[[Tensor], Any]:
-        """The form in which the model expects a layer's output: hidden states, or those and something else,
-        as in Bamba and Falcon-H1. UserError if it is neither.
+        """Return a layer's output in the form that the model expects: hidden states, or hidden states and
+        something else, as in Bamba and Falcon-H1. Raise UserError if the model expects any other form.
         """
         first, why = next(iter(self.layers)), ""
         for form in OUTPUT_FORMS:
@@ -206,8 +210,8 @@ class LayerStream:
         )
 
     def _through(self, start: int, name: str, forward: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-        """The output of `forward` in place of layer `name`, and the decoder's output as if it were the last
-        layer.
+        """Return the output of `forward` in place of layer `name`, and the decoder's output as if it were the
+        last layer.
         """
         found: list[Tensor] = []
         # Layers keep the functions below: these must not hold the stream, or its model outlives it.

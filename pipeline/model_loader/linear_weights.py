@@ -1,6 +1,6 @@
 """Finds the tensors of a checkpoint that are weights of linear layers, including single and fused experts.
 
-The transformers model that is built from the config decides, not guesses from names. No data is read.
+The transformers model that is built from the config decides; nothing is guessed from names. No data is read.
 """
 
 import re
@@ -75,14 +75,14 @@ class LinearWeight:
 
     @property
     def row_slice(self) -> slice:
-        """The rows of this weight in its tensor, or in the expert's slice of the tensor."""
+        """Return the rows of this weight in its tensor, or in the expert's slice of the tensor."""
         first, stop = self.rows or (0, self.n)
         return slice(first, stop, self.step)
 
 
 @dataclass(frozen=True)
 class ExpertBias:
-    """One expert's part of a tensor [E, N] that holds the biases of all.
+    """The place of one expert's bias in a tensor [E, N] that holds the biases of all experts.
 
     name: the bias' name in the form of the expert's own weight; rows: its range of rows among the N
     """
@@ -111,7 +111,9 @@ class ModelWeights:
 
 
 def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
-    """Sort the checkpoint's tensors. UserError if they do not fit the architecture in its config."""
+    """Sort the checkpoint's tensors. Raise UserError if the tensors do not fit the architecture in the
+    config.
+    """
     model = build_skeleton(checkpoint, torch.bfloat16)
     names = [name for name in checkpoint.tensors if not is_scale(checkpoint, name)]
     mapped = map_weights(model, names)
@@ -149,7 +151,7 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
 
 
 def _decoder_prefix(model: PreTrainedModel) -> str:
-    """The prefix of the language model's module names in a model that has other parts; else empty."""
+    """Return the prefix of the language model's module names in a model that has other parts; else empty."""
     text = model.config.get_text_config(decoder=True)
     decoder = model.get_decoder()
     if text is model.config or getattr(decoder, "config", None) is not text:
@@ -165,7 +167,7 @@ def _linear_weights(
     head: nn.Module | None,
     decoder: str,
 ) -> list[LinearWeight] | str:
-    """The linear weights in one tensor, or the kind of tensor that it is otherwise."""
+    """Return the linear weights in one tensor, or the kind of tensor that it is otherwise."""
     owner_name, _, leaf = assignment.target.rpartition(".")
     owner = model.get_submodule(owner_name)
     shape = checkpoint.tensors[name].shape
@@ -206,10 +208,10 @@ def _linear_weights(
 def _fused_experts(
     checkpoint: Checkpoint, model: PreTrainedModel, assignment: Assignment, name: str, owner: nn.Module
 ) -> list[LinearWeight]:
-    """One linear weight for each expert and projection of a fused 3-D tensor.
+    """Return one linear weight for each expert and projection of a fused 3-D tensor.
 
-    They get the names that transformers uses for single experts of this architecture, or else the names of
-    other engines (`experts.0.gate_proj`).
+    The weights get the names that transformers uses for single experts of this architecture, or else the
+    names of other engines (`experts.0.gate_proj`).
     """
     owner_name, _, leaf = assignment.target.rpartition(".")
     experts, first, second = checkpoint.tensors[name].shape
@@ -247,7 +249,9 @@ def _fused_experts(
 
 
 def _stacked_alone(assignment: Assignment, name: str) -> str | None:
-    """The projection of all experts in the tensor `name`, if gate and up have separate tensors; else None."""
+    """Return the projection of all experts in the tensor `name`, if gate and up have separate tensors; else
+    None.
+    """
     converter = assignment.converter
     if converter is None or len(converter.operations) != 1:
         return None
@@ -258,7 +262,7 @@ def _stacked_alone(assignment: Assignment, name: str) -> str | None:
 
 
 def _as_stored(module: str, tensor: str) -> str:
-    """A module's name in the model, with the prefix that `tensor` has before the layer's number."""
+    """Return a module's name in the model, with the prefix that `tensor` has before the layer's number."""
     ours, stored = module.split("."), tensor.split(".")
     here, there = ([i for i, part in enumerate(parts) if part.isdigit()] for parts in (ours, stored))
     if not here or not there:
@@ -269,7 +273,7 @@ def _as_stored(module: str, tensor: str) -> str:
 def _expert_biases(
     checkpoint: Checkpoint, linears: dict[str, list[LinearWeight]]
 ) -> dict[str, list[ExpertBias]]:
-    """The biases stored beside fused experts, under the names that go with their weights' names."""
+    """Return the biases stored beside fused experts, under the names that go with their weights' names."""
     return {
         f"{tensor}{BIAS}": [
             ExpertBias(f"{weight.module}.bias", f"{tensor}{BIAS}", weight.expert, weight.row_slice)
@@ -282,13 +286,13 @@ def _expert_biases(
 
 
 def _expert_place(assignment: Assignment, name: str) -> str:
-    """The first of the weights that are stacked in the expert's slice."""
+    """Return the first of the weights that are stacked in the expert's slice."""
     parts = next((parts for parts in assignment.expert_parts() or [] if name in parts), [name])
     return parts[0]
 
 
 def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Module) -> bool:
-    """Whether the checkpoint's slices are [K, N]: as in the model, or since loading transposes them."""
+    """Say whether the checkpoint's slices are [K, N]: as in the model, or since loading transposes them."""
     transposed = getattr(owner, "is_transposed", None)
     if transposed is None:
         gate_up, down = owner._parameters.get("gate_up_proj"), owner._parameters.get("down_proj")
@@ -302,8 +306,8 @@ def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Mod
 
 
 def _single_expert_names(model: PreTrainedModel, target: str) -> list[str]:
-    """The projections that transformers merges into this expert parameter, in order; empty if there are
-    none.
+    """Return the projections that transformers merges into this expert parameter, in order; empty if there
+    are none.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -1,7 +1,7 @@
 """Loading a checkpoint of any convention we read into the unmodified transformers model, linears packed.
 
 One weight at a time is read, packed and put in place, so nothing is held twice. transformers' own quantizers
-are not involved. Not for serving the model: the engine does that.
+are not involved. The engine serves the model.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class LoadedModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The checkpoint's tokenizer, loaded at the first access; None if there is none."""
+        """Return the checkpoint's tokenizer, loaded at the first access; None if there is none."""
         return load_tokenizer(self.checkpoint)
 
 
@@ -98,8 +98,8 @@ def problems(
     device: str | torch.device = "cpu",
     batch_invariance: BatchInvariance = "tuned",
 ) -> dict[str, Problem]:
-    """The problems that a layout has to serve in this checkpoint, by the product's name; weights are merged
-    as in serving.
+    """Return the problems that a layout has to serve in this checkpoint, by the product's name; weights are
+    merged as in serving.
 
     No data is read but the scales on which merging depends.
     """
@@ -116,7 +116,7 @@ def problems(
 
 
 def _recorded_plan(checkpoint: Checkpoint, device: torch.device) -> LayoutPlan | None:
-    """The plan in the artifact, if it was measured on this kind of device."""
+    """Return the plan in the artifact, if it was measured on this kind of device."""
     recorded = checkpoint.manifest.layout_plan if checkpoint.manifest else None
     plan = LayoutPlan.from_json(recorded) if recorded else None
     return plan if plan is not None and plan.fits(device) else None

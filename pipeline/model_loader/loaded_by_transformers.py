@@ -1,7 +1,8 @@
 """Whether transformers itself loads a quantized checkpoint, decided from headers and its own model classes.
 
-If it has no rule that stacks single experts, it fills them with random numbers; only a log line says so. Not
-whether the loaded weights are right: `validation/also_load.py` compares logits, if it can load them.
+If transformers has no rule that stacks single experts, it fills them with random numbers; only a log line
+says so. `validation/also_load.py` checks whether the loaded weights are right: it compares logits, if
+transformers can load the checkpoint.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +23,9 @@ ZERO_POINT = ".weight_zero_point"
 
 
 def why_transformers_fails(checkpoint: Checkpoint) -> str | None:
-    """Why transformers does not load it with the library of its convention; None if it does."""
+    """Return why transformers does not load the checkpoint with the library of its convention; None if it
+    does.
+    """
     stored = convention_of(checkpoint).modules(checkpoint)
     quantized = {f"{module}{WEIGHT}": weight for module, weight in stored.items() if weight.is_quantized}
     if not quantized:
@@ -54,7 +57,7 @@ def why_transformers_fails(checkpoint: Checkpoint) -> str | None:
 
 
 def _holds_single_experts(model: PreTrainedModel, assignment: Assignment, method: str) -> bool:
-    """Whether transformers replaces the module of stacked experts by single experts."""
+    """Say whether transformers replaces the module of stacked experts by single experts."""
     owner = model.get_submodule(assignment.target.rpartition(".")[0])
     return method == COMPRESSED_TENSORS and type(owner).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION
 
@@ -62,8 +65,8 @@ def _holds_single_experts(model: PreTrainedModel, assignment: Assignment, method
 def _why_not_converted(
     assignment: Assignment, quantized: Collection[str], zero_points: Collection[str]
 ) -> str | None:
-    """Why a rule of transformers that makes a parameter from several tensors fails: with compressed-tensors
-    it treats every weight as a packed expert's, symmetric ones included."""
+    """Return why a rule of transformers that makes a parameter from several tensors fails: with
+    compressed-tensors it treats every weight as a packed expert's, symmetric ones included."""
     names = assignment.names
     packed = [name for name in names if name in quantized]
     if assignment.converter is None or not (packed or _only_weights(assignment.converter.source_patterns)):
@@ -83,8 +86,8 @@ def _only_weights(patterns: Sequence[str]) -> bool:
 
 
 def _initializes(model: PreTrainedModel, packed: Sequence[str]) -> bool:
-    """Whether the class initializes a model, as it does before it loads one, whose packed layers have no
-    `weight`. Takes these weights away."""
+    """Say whether the class initializes a model whose packed layers have no `weight`, as it does before it
+    loads one. Takes these weights away."""
     for target in packed:
         owner = model.get_submodule(target.rpartition(".")[0])
         if isinstance(owner, nn.Linear):

@@ -1,6 +1,6 @@
 """Finds the linear layers of a model that get the same input, so that their weights can be merged.
 
-It runs the model's skeleton on torch's meta device, where nothing is computed and no data is read.
+The model's skeleton runs on torch's meta device, where nothing is computed and no data is read.
 """
 
 import torch
@@ -15,7 +15,8 @@ from .skeleton import meta_model
 
 
 def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
-    """The module names of each group, in the order of their calls; no groups if the model cannot be run.
+    """Return the module names of each group, in the order of their calls; no groups if the model cannot be
+    run.
 
     A model that the embedded engine does not serve, or that cannot run on the meta device, is left as it is:
     its layers are then measured and served one by one.
@@ -34,7 +35,9 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
 
 
 def no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """Replaces the experts, whose forward depends on which of them are chosen: unknown on the meta device."""
+    """Replaces the experts, whose forward depends on the chosen experts, which are unknown on the meta
+    device.
+    """
     return torch.zeros_like(hidden_states)
 
 
@@ -51,8 +54,8 @@ def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list
 
 
 def plain_kinds(model: nn.Module) -> dict[str, object]:
-    """For each plain linear layer, the properties that merged layers must share: dtype, and whether there is
-    a bias.
+    """Return, for each plain linear layer, the properties that merged layers must share: dtype, and whether
+    there is a bias.
     """
     return {
         name: (module.weight.dtype, module.bias is None)

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) heads: layers beside the decoder that predict further tokens, for speculation.
 
-transformers loads none of them, so they are copied unchanged. Here is how they are known, by the names of
-their tensors, and how a config counts them.
+transformers loads none of them, so they are copied unchanged. This file recognizes prediction heads by the
+names of their tensors, and knows how a config counts them.
 """
 
 import re
@@ -15,8 +15,8 @@ COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def is_prediction_head(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor belongs to a prediction head: by its name, or because its layer comes after the last
-    one.
+    """Say whether a tensor belongs to a prediction head: by its name, or because its layer comes after the
+    last layer.
 
     config: the language model's config
     """
@@ -31,7 +31,7 @@ def is_prediction_head(name: str, config: Mapping[str, Any]) -> bool:
 def without_heads(
     config: Mapping[str, Any], left_out: Collection[str], kept: Collection[str]
 ) -> dict[str, Any]:
-    """`config` with zero prediction heads if all of their tensors are left out."""
+    """Return `config` with zero prediction heads if all of their tensors are left out."""
     text = config.get("text_config") or config
     some_left_out = any(is_prediction_head(name, text) for name in left_out)
     if not some_left_out or any(is_prediction_head(name, text) for name in kept):

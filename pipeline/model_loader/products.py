@@ -1,7 +1,8 @@
-"""The packed products of a checkpoint's model: dense layers merged that share an input, experts stacked.
+"""The packed products of a checkpoint's model: dense layers that share an input are merged, experts are
+stacked.
 
-Layouts are measured for these products and serve them; plans and reports use their names. Not for reading
-weights (`weight_loader.py`); only scales that decide about merging are read.
+Layouts are measured for these products and serve them; plans and reports use the products' names. Weights are
+read in `weight_loader.py`; this file reads only scales that decide about merging.
 """
 
 from collections.abc import Mapping, Sequence
@@ -110,10 +111,10 @@ def find_products(
     merge_groups: list[list[str]],
     device: torch.device,
 ) -> list[Product]:
-    """Every product of the model whose weights are quantized, in the order of the checkpoint.
+    """Return every product of the model whose weights are quantized, in the order of the checkpoint.
 
     Weights that can only be plain tensors in the model (an embedding, a merge that is not row-wise) are
-    excluded: they are dequantized into place.
+    excluded: such weights are dequantized into place.
     """
     products: list[Product] = []
     linears: dict[str, str] = {}
@@ -142,7 +143,7 @@ def find_products(
 
 
 def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
-    """The properties that merged weights must share: format, shared scales, rounding of the input."""
+    """Return the properties that merged weights must share: format, shared scales, rounding of the input."""
     shared = tuple(tuple(checkpoint.read(name).flatten().tolist()) for name in stored.shared)
     if stored.read_input is None:
         return stored.spec, shared
@@ -152,8 +153,8 @@ def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
 
 
 def _dense_kind(checkpoint: Checkpoint, stored: StoredWeight, linear: nn.Module) -> object:
-    """The properties that merged linear layers must share. A layer whose input is rounded with its own scales
-    is not merged.
+    """Return the properties that merged linear layers must share. A layer whose input is rounded with its own
+    scales is not merged.
     """
     alone = stored.module if stored.read_input is not None and stored.read_input().tensors() else None
     return _kind(checkpoint, stored), getattr(linear, "bias", None) is None, alone
@@ -195,7 +196,7 @@ def _experts_products(
 
 
 def _top_k(checkpoint: Checkpoint, model: PreTrainedModel, experts: str) -> int:
-    """The number of experts that a token is routed to: from the config, or from the modules around the
+    """Return the number of experts that a token is routed to: from the config, or from the modules around the
     experts.
     """
     config = model.config.get_text_config(decoder=True)

@@ -1,8 +1,7 @@
 """The names by which other readers know the linear layers of a checkpoint.
 
 transformers calls a linear layer by its place in the model, vLLM by the checkpoint's tensor; a quantization
-config that names layers has to hold for both. Not for our own loader, which uses the tensors. No data is
-read.
+config that names layers has to hold for both. Our own loader uses the tensors instead. No data is read.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +34,7 @@ class ReaderModel:
 
 
 def reader_model(model: PreTrainedModel, assignments: Sequence[Assignment]) -> ReaderModel:
-    """The linear layers of `model`, with the tensors that `assignments` fill them with."""
+    """Return the linear layers of `model`, with the tensors that `assignments` fill them with."""
     modules = dict(model.named_modules())
     filled: dict[str, list[str]] = {}
     embeddings, experts = set[str](), set[str]()
@@ -56,7 +55,7 @@ def reader_model(model: PreTrainedModel, assignments: Sequence[Assignment]) -> R
 
 
 def is_experts_parameter(owner: nn.Module, leaf: str) -> bool:
-    """Whether a module's parameter holds the stacked weights of experts."""
+    """Say whether a module's parameter holds the stacked weights of experts."""
     parameter = owner._parameters.get(leaf)
     return parameter is not None and parameter.dim() == 3 and "expert" in type(owner).__name__.lower()
 
@@ -67,7 +66,8 @@ def names_of_unquantized(
     quantized: Collection[str],
     modules: Collection[str],
 ) -> list[str]:
-    """Every name under which a reader may ask whether an unquantized weight is a quantized linear layer.
+    """Return every name under which a reader may ask whether an unquantized weight is a quantized linear
+    layer.
 
     quantized: the tensors with quantized weights; modules: the quantized modules
     """
@@ -88,7 +88,7 @@ def names_of_unquantized(
 
 
 def other_names(readers: Sequence[ReaderModel], modules: Mapping[str, str]) -> dict[str, str]:
-    """For modules that readers know by another name than the checkpoint, the reader's name and the
+    """Return, for modules that readers know by another name than the checkpoint, the reader's name and the
     checkpoint's.
 
     modules: the module of each tensor
@@ -102,7 +102,7 @@ def other_names(readers: Sequence[ReaderModel], modules: Mapping[str, str]) -> d
 
 
 def _single_experts(tensor: str, experts: int) -> list[str]:
-    """The names of the experts that are stacked in `tensor`."""
+    """Return the names of the experts that are stacked in `tensor`."""
     owner, _, leaf = tensor.removesuffix(WEIGHT).rpartition(".")
     projections = EXPERT_PROJECTIONS.get(leaf, ANY_PROJECTION)
     return [f"{owner}.{expert}.{name}" for expert in range(experts) for name in projections]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def engine_of(
     build: Callable[..., "Engine"], folder: Path, options: EngineOptions, description: ModelDescription
 ) -> "Engine":
-    """The engine that `build` makes, with the tokenizer of a description."""
+    """Return the engine that `build` makes, with the tokenizer of a description."""
     return build(folder, options, description.tokenizer)
 
 
@@ -60,7 +60,7 @@ def build_engine(
 
 
 def describe(folder: Path, chat_template: Path | None = None) -> ModelDescription:
-    """The API process's knowledge of the model: its tokenizer and its maker's sampling defaults.
+    """Return the API process's knowledge of the model: its tokenizer and its maker's sampling defaults.
 
     chat_template: a file with a chat template that replaces the tokenizer's own
     """
@@ -82,8 +82,8 @@ def describe(folder: Path, chat_template: Path | None = None) -> ModelDescriptio
 def eos_token_ids(
     generation: "GenerationConfig", config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> frozenset[int]:
-    """Every token that ends a sequence: from the generation config, else from the model's config; and the
-    tokenizer's.
+    """Return every token that ends a sequence: from the generation config, else from the model's config; and
+    the tokenizer's.
     """
     ends = generation.eos_token_id
     for section in (config, config.get_text_config(decoder=True)):
@@ -95,7 +95,7 @@ def eos_token_ids(
 
 
 def sampling_defaults(checkpoint: "Checkpoint") -> SamplingDefaults:
-    """The sampling defaults of the checkpoint's maker, from `generation_config.json`."""
+    """Return the sampling defaults of the checkpoint's maker, from `generation_config.json`."""
     from ...base.untrusted_files import read_json_object
 
     path = checkpoint.folder / "generation_config.json"

@@ -1,7 +1,7 @@
 """The unmodified transformers model of a checkpoint with no weights in it: parameters on meta, buffers real.
 
-The language model of a multimodal checkpoint is found in whichever class transformers has for it. Not for
-loading weights (`load_model.py`) nor for naming them (`weight_map.py`).
+The language model of a multimodal checkpoint is found in whichever class transformers has for it. Weights are
+loaded in `load_model.py` and named in `weight_map.py`.
 """
 
 import re
@@ -33,7 +33,9 @@ MESSAGE_CHARACTERS = 300
 
 
 def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    """The checkpoint's transformers config, without its quantization section: that one is ours to read."""
+    """Return the checkpoint's transformers config, without its quantization section, which we read
+    ourselves.
+    """
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:
@@ -51,7 +53,9 @@ def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
 def build_skeleton(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """The model in eval mode: parameters on meta in their dtypes, computed buffers ready on `device`."""
+    """Return the model in eval mode: parameters on meta in their dtypes, computed buffers ready on
+    `device`.
+    """
     model = meta_model(checkpoint, dtype)
     _compute_buffers(model, torch.device(device))
     _keep_in_fp32(model, dtype)
@@ -61,7 +65,7 @@ def build_skeleton(
 
 
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The language model, all of it on meta, with the towers that lie in the checkpoint beside it.
+    """Return the language model, all of it on meta, with the towers that lie in the checkpoint beside it.
 
     The class is the first of transformers' classes that has a place for these towers, or is known to leave
     them out. If the model cannot be built with its towers, it is the language model alone.
@@ -93,13 +97,15 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class_of(checkpoint: Checkpoint, model: nn.Module) -> Any:
-    """transformers' auto class for `model`'s class in this checkpoint; else its auto class for text."""
+    """Return transformers' auto class for `model`'s class in this checkpoint; else its auto class for
+    text.
+    """
     classes = _auto_classes(model_config(checkpoint)).items()
     return next((auto for auto, made in classes if made is type(model)), AutoModelForCausalLM)
 
 
 def auto_class_name(model_type: str | None) -> str:
-    """The auto class by which transformers' users load a model of this type."""
+    """Return the auto class by which transformers' users load a model of this type."""
     if model_type is None or model_type not in CONFIG_MAPPING:
         return AutoModelForCausalLM.__name__
     config = CONFIG_MAPPING[model_type]
@@ -107,7 +113,7 @@ def auto_class_name(model_type: str | None) -> str:
 
 
 def other_models(checkpoint: Checkpoint, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The checkpoint in further classes of transformers, on meta: other programs may load it with those
+    """Yield the checkpoint in further classes of transformers, on meta: other programs may load it with those
     classes.
     """
     config = model_config(checkpoint)
@@ -122,7 +128,9 @@ def other_models(checkpoint: Checkpoint, model: PreTrainedModel) -> Iterator[Pre
 
 
 def _auto_classes(config: PretrainedConfig) -> dict[Any, Any]:
-    """The auto classes that have a class for this config, each with that; of several with the same, one."""
+    """Return the auto classes that have a class for this config, each with that class; of several auto
+    classes with the same class, one.
+    """
     found: dict[Any, Any] = {}
     for auto_class in AUTO_CLASSES:
         if type(config) in auto_class._model_mapping:
@@ -144,7 +152,7 @@ def _no_class(config: PretrainedConfig) -> str:
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Give the buffers that no checkpoint stores (rotary frequencies, embedding scales) their values.
 
-    transformers' own initialization computes them; on the parameters, still on meta, it does nothing.
+    transformers' own initialization computes the buffers; on the parameters, still on meta, it does nothing.
     """
     for module in model.modules():
         for name in module._non_persistent_buffers_set:

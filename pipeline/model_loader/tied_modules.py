@@ -1,7 +1,7 @@
 """Modules whose parameters are all tied to those of another module, such as Zamba's shared attention blocks.
 
-They become one module: a packed weight that replaces a parameter then serves in both places. Not for tied
-embeddings, which are of another class than the head.
+Tied modules become one module: a packed weight that replaces a parameter then serves in both places. Tied
+embeddings are left alone, since they are of another class than the head.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ def share_tied_modules(model: PreTrainedModel) -> None:
 
 
 def _modules(target: str, source: str) -> Iterator[tuple[str, str]]:
-    """The modules in which two parameters have the same name, the largest first."""
+    """Yield the modules in which two parameters have the same name, the largest first."""
     ours, theirs = target.split("."), source.split(".")
     for length in range(min(len(ours), len(theirs)) - 1, 0, -1):
         if ours[-length:] == theirs[-length:]:

@@ -1,4 +1,4 @@
-"""Refuses tokens beyond a model's vocabulary: they have no row in its embedding."""
+"""Refuses tokens beyond a model's vocabulary, since such tokens have no row in the model's embedding."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .skeleton import model_config
 
 
 def refuse_unknown_tokens(ids: Tensor, tokenizer: Any, checkpoint: Checkpoint) -> None:
-    """UserError if a token id that the tokenizer gave is beyond the checkpoint's vocabulary."""
+    """Raise UserError if a token id that the tokenizer gave is beyond the checkpoint's vocabulary."""
     size = model_config(checkpoint).get_text_config().vocab_size
     largest = int(ids.max()) if ids.numel() else 0
     if largest >= size:

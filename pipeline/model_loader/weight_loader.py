@@ -1,6 +1,6 @@
 """Putting a checkpoint's weights into the skeleton of its model, one at a time, quantized linears packed.
 
-Not for recognizing tensors (`conventions/`) nor for their places in the model (`weight_map.py`).
+`conventions/` recognizes tensors, and `weight_map.py` finds their places in the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class WeightLoader:
         self.stored = {module + WEIGHT: weight for module, weight in self.modules.items()}
 
     def assignments(self) -> list[Assignment]:
-        """Every weight's place in the model; UserError if a weight has none."""
+        """Return every weight's place in the model; UserError if a weight has none."""
         mapped = map_weights(self.model, names_to_place(self.checkpoint, self.modules))
         if mapped.unexpected and foreign_roots(self.model, mapped.unexpected) is None:
             raise UserError(
@@ -90,7 +90,7 @@ class WeightLoader:
         return mapped.assignments
 
     def products(self) -> list[Product]:
-        """Every product to be packed, merged as it will be served."""
+        """Return every product to be packed, merged as it will be served."""
         return find_products(
             self.checkpoint, self.stored, self.assignments(), self.model, self.merge_groups, self.device
         )
@@ -172,7 +172,7 @@ class WeightLoader:
         return product.problem(self.stored, self.model.dtype, self.device, self.batch_invariance)
 
     def _merged(self, names: Sequence[str], interleaved: bool = False) -> Weight:
-        """The weights' rows one after another, or alternating, on the CPU."""
+        """Return the weights' rows one after another, or alternating, on the CPU."""
         merged = merge_rows([self._read_quantized(name) for name in names])
         if merged is None:
             raise TypeError(f"{listed(list(names))} are of different formats or do not share their scales")
@@ -186,11 +186,11 @@ class WeightLoader:
         return found.with_tensors({key: tensor.to(self.device) for key, tensor in found.tensors().items()})
 
     def inputs_of(self, assignment: Assignment) -> list[list[tuple[int, InputFormat]]]:
-        """For the linear layer, or for each expert, the rows of each part and how the part's input is
+        """Return, for the linear layer or for each expert, the rows of each part and how the part's input is
         rounded.
 
-        Empty if it is not. UserError if a weight with a rounded input is neither a linear layer's nor an
-        expert's.
+        The result is empty if no input is rounded. Raise UserError if a weight with a rounded input is
+        neither a linear layer's nor an expert's.
         """
         names = [name for name in assignment.names if name in self.stored and self.stored[name].read_input]
         if not names:
@@ -315,7 +315,7 @@ class WeightLoader:
             )
 
     def tie(self) -> None:
-        """Share the parameters that the architecture ties, unless the checkpoint has both."""
+        """Share the parameters that the architecture ties, unless the checkpoint has both parameters."""
         for target, source in self.model.all_tied_weights_keys.items():
             here, there = self._lookup(target), self._lookup(source)
             if here is not None and here.is_meta and there is not None and not there.is_meta:
@@ -333,7 +333,9 @@ class WeightLoader:
 
 
 def names_to_place(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> list[str]:
-    """The names of all weights: tensors, and packed weights in place of the tensors that store them."""
+    """Return the names of all weights: tensors, and packed weights in place of the tensors that store
+    them.
+    """
     consumed = {name for weight in stored.values() for name in weight.tensors}
     others = [name for name in checkpoint.tensors if name not in consumed]
     plain = [name for name in others if not is_scale(checkpoint, name)]

@@ -63,7 +63,7 @@ class Assignment:
 
     @property
     def targets(self) -> list[str]:
-        """All parameters that a converter makes, named after the first one."""
+        """Return all parameters that a converter makes, named after the first one."""
         patterns = self.converter.target_patterns if self.converter else []
         if len(patterns) < 2:
             return [self.target]
@@ -71,11 +71,11 @@ class Assignment:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether single experts' tensors are stacked by their names alone."""
+        """Say whether single experts' tensors are stacked by their names alone."""
         return self.converter is None and bool(self.sources) and all(n in PROJECTIONS for n in self.sources)
 
     def expert_parts(self) -> list[list[str]] | None:
-        """For each expert, the weights that are stacked in its slice; None for anything else."""
+        """Return, for each expert, the weights that are stacked in its slice; None for anything else."""
         operations = self.converter.operations if self.converter else []
         merges = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         rest_stacks_rows = all(isinstance(op, Concatenate) and op.dim == 1 for op in operations[1:])
@@ -138,8 +138,8 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
 def _stacked(
     name: str, state: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[str, str, bool] | None:
-    """The parameter in which a single expert's weight or bias is stacked upon the others', for models whose
-    rules do not say so; its projection; and whether gate and up are interleaved there."""
+    """Return the parameter in which a single expert's weight or bias is stacked upon the others', for models
+    whose rules do not say so; its projection; and whether gate and up are interleaved there."""
     expert = EXPERT_SLICE.match(name)
     if expert is None or expert["name"] not in PROJECTIONS:
         return None
@@ -155,7 +155,7 @@ def _stacked(
 
 
 def gate_up_order(experts: nn.Module) -> str | None:
-    """The order of gate and up rows in an experts module's `gate_up_proj`; None if it is not known."""
+    """Return the order of gate and up rows in an experts module's `gate_up_proj`; None if it is not known."""
     if type(experts).__name__ in GATE_FIRST:
         return HALVES
     concatenated = getattr(experts, "is_concatenated", None)
@@ -165,9 +165,10 @@ def gate_up_order(experts: nn.Module) -> str | None:
 
 
 def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | None:
-    """The prefixes of tensor names that another program has added, such as a trainer's `v_head`.
+    """Return the prefixes of tensor names that another program has added, such as a trainer's `v_head`.
 
-    None if one of `names` begins like a module of the model: then the config belongs to another model.
+    Return None if one of `names` begins like a module of the model. If none does, the config belongs to
+    another model.
     """
     roots = list(dict.fromkeys(name.split(".")[0] for name in names))
     known = {part for name, _ in model.named_modules() for part in name.split(".")}
@@ -175,8 +176,8 @@ def foreign_roots(model: PreTrainedModel, names: Iterable[str]) -> list[str] | N
 
 
 def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]:
-    """Parameters that no assignment fills. If a converter makes several parameters, nothing is known
-    beforehand."""
+    """Return the parameters that no assignment fills. If a converter makes several parameters, their names
+    are not known beforehand."""
     if any(a.converter and len(a.converter.target_patterns) > 1 for a in assignments):
         return []
     filled = {assignment.target for assignment in assignments}
@@ -189,5 +190,5 @@ def _missing(model: PreTrainedModel, assignments: list[Assignment]) -> list[str]
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts expert 2 before expert 10."""
+    """Return a sort key that puts expert 2 before expert 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -75,7 +75,7 @@ def serve(stream: LayerStream, weights: Mapping[str, Weight], places: Places) ->
 def _patched(
     stream: LayerStream, tensor: str, parts: Sequence[tuple[LinearWeight, Weight]], device: torch.device
 ) -> Tensor:
-    """A checkpoint's tensor with solved weights in it; on `device` if it is one weight."""
+    """Return a checkpoint's tensor with solved weights in it; on `device` if it is one weight."""
     if len(parts) == 1 and parts[0][0].expert is None and parts[0][0].rows is None:
         return parts[0][1].to(device).dequantize(stream.model.dtype)
     whole = stream.checkpoint.read(tensor)
@@ -87,7 +87,9 @@ def _patched(
 
 
 def kind_of(module: str) -> str:
-    """An expert's name with its number, which comes after the layer's, left out; any other name as it is."""
+    """Return an expert's name with its number, which comes after the layer's, left out; any other name as it
+    is.
+    """
     parts = module.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(part for index, part in enumerate(parts) if index not in numbers[1:])

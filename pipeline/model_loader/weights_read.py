@@ -1,7 +1,7 @@
 """Linear layers whose weight the model's code reads directly, without calling the layer.
 
-Such a layer cannot be packed: Mamba's mixer computes `self.dt_proj.weight @ time_step`, and vLLM also leaves
-that weight unquantized.
+A layer whose weight is read directly cannot be packed: Mamba's mixer computes `self.dt_proj.weight @
+time_step`, and vLLM also leaves that weight unquantized.
 """
 
 import ast
@@ -19,7 +19,7 @@ SETTING_UP = ("__init__", "_init_weights", "reset_parameters")
 
 
 def reads_weight(parent: nn.Module, child: str) -> bool:
-    """Whether `parent` reads the numbers of `self.<child>.weight` when it is served."""
+    """Say whether `parent` reads the numbers of `self.<child>.weight` when it is served."""
     kind: object = type(parent)  # mypy takes no class for hashable
     return child in _weights_read(kind)
 

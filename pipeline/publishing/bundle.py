@@ -1,6 +1,6 @@
 """The files of a release: every file that a push sends, with its size and digests.
 
-Not for deciding whether the release may be sent (`push.py`), nor for sending it (`hub/`, `folder_target.py`).
+`push.py` decides whether the release may be sent; `hub/` and `folder_target.py` send it.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class BundleFile:
             return file.read(length)
 
     def git_oid(self) -> str:
-        """The sha1 under which git, and so the Hub, files this content."""
+        """Return the sha1 under which git, and so the Hub, files this content."""
         digest = hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
         with self.open() as file:
             while chunk := file.read(CHUNK):
@@ -44,7 +44,9 @@ class BundleFile:
 
 
 def collect_bundle(folder: Path, artifact: Artifact, verdict: Verdict, card: str) -> list[BundleFile]:
-    """All files of the release in `folder`, weights first, the manifest last; all are bound by `verdict`."""
+    """Return all files of the release in `folder`, weights first, the manifest last; all are bound by
+    `verdict`.
+    """
     files = [
         BundleFile(name, record.size, record.sha256, folder / name) for name, record in artifact.files.items()
     ]
@@ -63,12 +65,12 @@ def collect_bundle(folder: Path, artifact: Artifact, verdict: Verdict, card: str
 
 
 def report_files(verdict: Verdict) -> list[str]:
-    """The gate's report (plots, page) by path inside the release, sorted."""
+    """Return the gate's report (plots, page) by path inside the release, sorted."""
     return sorted(f"{REPORT_FOLDER}/{name}" for name in verdict.report)
 
 
 def bundle_digest(files: list[BundleFile]) -> str:
-    """One sha256 over all names and contents: two releases are the same if it is equal."""
+    """Return one sha256 over all names and contents: two releases are the same if it is equal."""
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.path):
         digest.update(f"{file.path}\0{file.sha256}\n".encode())

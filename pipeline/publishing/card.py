@@ -54,7 +54,7 @@ BADGE = f"{REPORT_FOLDER}/{BADGE_NAME}"
 
 
 def write_card(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to: str) -> str:
-    """The card of the artifact in `folder`, published under `name` by `pipeline push --to TO`."""
+    """Return the card of the artifact in `folder`, published under `name` by `pipeline push --to TO`."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -74,12 +74,12 @@ def write_card(folder: Path, artifact: Artifact, verdict: Verdict, name: str, to
 
 
 def _on_hub(artifact: Artifact) -> bool:
-    """Whether the base model is a repository on the Hub, at a known commit."""
+    """Say whether the base model is a repository on the Hub, at a known commit."""
     return artifact.source_revision is not None
 
 
 def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> dict[str, Any]:
-    """The name of the release, its licence, and how to serve it."""
+    """Return the name of the release, its licence, and how to serve it."""
     config = read_json_object(folder / "config.json", infinity=True)
     refuse_malformed(config, str(folder / "config.json"))
     section = config.get("quantization_config") or {}
@@ -117,7 +117,7 @@ def _auto_class(model_type: str | None) -> str:
 
 
 def unread_by(folder: Path, model_type: str | None) -> dict[str, str]:
-    """The engines that cannot load the release, each with its reason."""
+    """Return the engines that cannot load the release, each with its reason."""
     if model_type is None:
         return {}
     from ..checkpoints.checkpoint import open_checkpoint
@@ -135,13 +135,13 @@ def unread_by(folder: Path, model_type: str | None) -> dict[str, str]:
 
 
 def _has_zero_points(section: Mapping[str, Any]) -> bool:
-    """Whether a quantization config declares weights with zero points, as compressed-tensors does."""
+    """Say whether a quantization config declares weights with zero points, as compressed-tensors does."""
     groups = (section.get("config_groups") or {}).values()
     return any((group.get("weights") or {}).get("symmetric") is False for group in groups)
 
 
 def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, Any]:
-    """The figures and decisions of the serving check, and where it ran."""
+    """Return the figures and decisions of the serving check, and where it ran."""
     environment = verdict.environment
     return {
         "first_lines": first_lines_of(verdict),
@@ -171,7 +171,7 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
 
 
 def _made(folder: Path, artifact: Artifact, verdict: Verdict, commands: str) -> dict[str, Any]:
-    """How the artifact was made, and how to make and check it again."""
+    """Return how the artifact was made, and how to make and check it again."""
     recipe = yaml.safe_dump(artifact.recipe, sort_keys=False, allow_unicode=True).rstrip()
     return {
         "recipe": recipe,
@@ -187,7 +187,7 @@ def _made(folder: Path, artifact: Artifact, verdict: Verdict, commands: str) -> 
 
 
 def plot_files(verdict: Verdict) -> list[str]:
-    """The plots of the gate's report by path inside the release."""
+    """Return the plots of the gate's report by path inside the release."""
     return [name for name in report_files(verdict) if name.endswith(".png")]
 
 

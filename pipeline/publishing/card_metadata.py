@@ -1,6 +1,6 @@
 """The card's front matter: the base model's licence, languages, task and tags, ours, and scores of tasks.
 
-Not for the text below it (`card.py`).
+The text below the front matter is in `card.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ LICENCE_PREFIXES = ("license", "licence", "notice", "usage", "use_policy")
 
 
 def front_matter(artifact: Artifact, method: str | None, scores: Sequence[TaskScore], name: str) -> str:
-    """The card's metadata: the base's licence, languages, task and tags as they are, and tasks' scores."""
+    """Return the card's metadata: the base's licence, languages, task and tags as they are, and tasks'
+    scores.
+    """
     base: dict[str, Any] = dict(carried(artifact.base_metadata))
     declared: dict[str, Any] = {}
     if artifact.source_revision is not None:
@@ -40,7 +42,7 @@ def front_matter(artifact: Artifact, method: str | None, scores: Sequence[TaskSc
 def preliminary_card(
     source: str, revision: str | None, base_metadata: Mapping[str, str | list[str]], files: Sequence[str]
 ) -> str:
-    """The front matter that a release of `source` will have, as far as it is known before one is made.
+    """Return the front matter that a release of `source` will have, as far as it is known before one is made.
 
     files: the files that are published with the weights
     """
@@ -51,7 +53,7 @@ def preliminary_card(
 
 
 def _reachable_licence(base: dict[str, Any], artifact: Artifact) -> dict[str, Any]:
-    """`base` with a link to its licence that works from our repository, or without one."""
+    """Return `base` with a link to its licence that works from our repository, or without one."""
     link = base.get("license_link")
     if link is None or "://" in link or link in artifact.files:
         return base
@@ -62,7 +64,7 @@ def _reachable_licence(base: dict[str, Any], artifact: Artifact) -> dict[str, An
 
 
 def _tags(base_tags: Any, artifact: Artifact, method: str | None) -> list[str]:
-    """The base model's tags, then tags for the quantization."""
+    """Return the base model's tags, then tags for the quantization."""
     tags = base_tags if isinstance(base_tags, list) else [base_tags]
     formats = [spec["spec"]["format"] for spec in artifact.quantization["formats"]]
     kv_cache = [] if artifact.kv_cache == UNQUANTIZED else [f"kv-cache-{artifact.kv_cache}"]
@@ -71,7 +73,7 @@ def _tags(base_tags: Any, artifact: Artifact, method: str | None) -> list[str]:
 
 
 def _eval_result(score: TaskScore) -> EvalResult:
-    """The score in the form that the Hub shows."""
+    """Return the score in the form that the Hub shows."""
     return EvalResult(
         task_type="text-generation",
         dataset_type=score.task,
@@ -89,7 +91,7 @@ def licence_files(artifact: Artifact) -> list[str]:
 
 
 def licence_of(metadata: dict[str, Any]) -> str | None:
-    """The licence that the base model's card names."""
+    """Return the licence that the base model's card names."""
     licence = metadata.get("license")
     if licence is None:
         return None

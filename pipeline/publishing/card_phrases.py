@@ -42,7 +42,9 @@ def versions_phrase(versions: dict[str, str]) -> str:
 
 
 def states_phrase(verdict: Verdict) -> str | None:
-    """The memory that a request takes in a model with recurrent layers; None if the server kept no states."""
+    """Return the memory that a request takes in a model with recurrent layers; None if the server kept no
+    states.
+    """
     memory = verdict.evidence.request_memory
     if memory is None or not memory.states:
         return None
@@ -62,7 +64,7 @@ def states_phrase(verdict: Verdict) -> str | None:
 
 
 def _most_at_once(verdict: Verdict, tokens: int) -> str:
-    """How many requests of that many tokens the measured server held, by its rows and by its pages."""
+    """Return how many requests of that many tokens the measured server held, by its rows and by its pages."""
     evidence = verdict.evidence
     bounds = [] if evidence.limit is None else [evidence.limit]
     if evidence.capacity is not None and evidence.request_memory and evidence.request_memory.page_bytes:
@@ -71,7 +73,9 @@ def _most_at_once(verdict: Verdict, tokens: int) -> str:
 
 
 def quantization_phrase(artifact: Artifact, method: str | None) -> str:
-    """`INT4 g128, zero points, stored as compressed-tensors`; several formats have their layers counted."""
+    """Return `INT4 g128, zero points, stored as compressed-tensors`; several formats have their layers
+    counted.
+    """
     formats = artifact.quantization["formats"]
     if not formats:
         return ""
@@ -82,7 +86,7 @@ def quantization_phrase(artifact: Artifact, method: str | None) -> str:
 
 
 def calibration_phrase(read: dict[str, Any] | None) -> str | None:
-    """The sequences that the weights were calibrated on, and any warnings about them."""
+    """Return the sequences that the weights were calibrated on, and any warnings about them."""
     if read is None:
         return None
     kinds = [f"{read['text']} sequences of a text"] if read["text"] else []

@@ -19,7 +19,7 @@ from .markdown import plain
 
 
 def comparison_table(folder: Path, artifact: Artifact) -> dict[str, Any] | None:
-    """The table of `pipeline compare --card`; None if it never ran, or ran on other bytes."""
+    """Return the table of `pipeline compare --card`; None if it never ran, or ran on other bytes."""
     comparison = read_comparison(folder, artifact.bytes_digest())
     if comparison is None:
         return None
@@ -33,13 +33,13 @@ def comparison_table(folder: Path, artifact: Artifact) -> dict[str, Any] | None:
 
 
 def sensitivity_table(artifact: Artifact) -> dict[str, Any] | None:
-    """The choice under a budget, and the cost of each group of layers; None if there was no budget."""
+    """Return the choice under a budget, and the cost of each group of layers; None if there was no budget."""
     table = shown(artifact.quantization)
     return table and table | {"rows": [[plain(cell) for cell in row] for row in table["rows"]]}
 
 
 def rival_table(verdict: Verdict) -> dict[str, Any] | None:
-    """The rival's name and its ratios; None if there was no rival."""
+    """Return the rival's name and its ratios; None if there was no rival."""
     if verdict.rival is None:
         return None
     rows = [
@@ -87,7 +87,7 @@ def curve_row(point: CurvePoint) -> list[str]:
 
 
 def changed_bounds(bounds: Bounds) -> list[str]:
-    """Each bound that differs from its default, with the default."""
+    """Return each bound that differs from its default, with the default."""
     defaults = Bounds()
     return [
         f"{field.name.replace('_', ' ')}: {getattr(bounds, field.name):g} "

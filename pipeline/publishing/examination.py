@@ -1,7 +1,7 @@
 """Whether a folder's records hold together: its files, its manifest, its verdict, its report, its signature.
 
-Findings are in an order in which each rests on the ones before it. `push` obeys them, `inspect` and `verify`
-show them.
+Findings are in an order in which each finding rests on earlier ones. `push` obeys the findings; `inspect` and
+`verify` show them.
 """
 
 from collections.abc import Iterator
@@ -109,7 +109,9 @@ def _kinds(found: Examination) -> Finding:
 
 
 def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Finding]:
-    """Whether the verdict was given on these bytes and this manifest, and is the one that it names."""
+    """Say whether the verdict was given on these bytes and this manifest, and is the verdict that the
+    manifest names.
+    """
     folder, given = path.parent, verdict.artifact
     problems = {
         "bytes": given.bytes_digest != manifest.bytes_digest()
@@ -143,7 +145,7 @@ def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Findi
 
 
 def _report(folder: Path, verdict: Verdict) -> Finding:
-    """Whether the report's folder has exactly the pages and plots that the verdict names."""
+    """Say whether the report's folder has exactly the pages and plots that the verdict names."""
     there = {
         path.relative_to(folder / REPORT_FOLDER).as_posix()
         for path in (folder / REPORT_FOLDER).rglob("*")
@@ -165,7 +167,7 @@ def _report(folder: Path, verdict: Verdict) -> Finding:
 
 
 def _is_passing(path: Path) -> bool:
-    """Files that are never published and may be anywhere: hidden files, and unfinished ones."""
+    """Return files that are never published and may be anywhere: hidden files, and unfinished ones."""
     return path.name.startswith(".") or path.name.endswith(PARTIAL_SUFFIX)
 
 

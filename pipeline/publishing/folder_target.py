@@ -1,6 +1,6 @@
 """Publishing into a folder so that it always holds either the whole new release or its previous state.
 
-Not for the Hub (`hub/`), and not for deciding whether the release may be published (`push.py`).
+Publishing to the Hub is in `hub/`; `push.py` decides whether the release may be published.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from .push_result import Operation, PushResult, file_action
 
 
 def preview_folder(files: list[BundleFile], directory: Path) -> PushResult:
-    """Preview of publishing to `directory`. Raises UserError if it may not be replaced."""
+    """Preview publishing to `directory`. Raises UserError if the folder may not be replaced."""
     before = _release_in(directory)
     operations = []
     for file in files:
@@ -63,7 +63,9 @@ def publish_to_folder(files: list[BundleFile], directory: Path, progress: bool =
 
 
 def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of every file now in `directory`, which must be absent, empty or a release of ours."""
+    """Return the size and sha256 of every file now in `directory`, which must be absent, empty or a release
+    of ours.
+    """
     if not directory.exists():
         return {}
     if not directory.is_dir():

@@ -1,6 +1,6 @@
 """Text from a checkpoint, a recipe or a record for a card: plain, with all markup escaped.
 
-Not for front matter, which is dumped as YAML.
+Front matter is dumped as YAML instead.
 """
 
 import re
@@ -19,7 +19,7 @@ MAX_TEXT = 2000
 
 
 def plain(text: object) -> str:
-    """`text` on one line, to be read as it is: markup escaped, addresses not turned into links."""
+    """Return `text` on one line, to be read as it is: markup escaped, addresses not turned into links."""
     line = MARKUP.sub(lambda match: "\\" + match[0], _one_line(text))
     for pattern, instead in HTML:
         line = pattern.sub(instead, line)
@@ -27,12 +27,12 @@ def plain(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """`text` for between two backticks."""
+    """Return `text` for use between two backticks."""
     return _one_line(text).replace("`", "'")
 
 
 def fence(*texts: str) -> str:
-    """Backticks around a block of code, more than any of `texts` has in a row."""
+    """Return backticks around a block of code, more than any of `texts` has in a row."""
     longest = max((len(run) for text in texts for run in re.findall(r"`+", text)), default=0)
     return "`" * max(3, longest + 1)
 

@@ -1,4 +1,6 @@
-"""The options of `release` for its push, beside the target. Plain data; `push` does it."""
+"""The options of `release` for its push, beside the target. The options are plain data; `push` acts on
+them.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +9,7 @@ from ...base.option_fields import check_options, option
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """UserError if a value is not allowed."""
+    """Raise UserError if a value is not allowed."""
 
     private: bool = option(False, "Keep a repository that this release creates private.")
     create_pr: bool = option(False, "Open a pull request instead of committing to main.")

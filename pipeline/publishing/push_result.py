@@ -8,7 +8,7 @@ Status = Literal["planned", "pushed", "unchanged"]
 
 
 def file_action(is_there: bool, is_same: bool) -> Action:
-    """The action for a file of the release, by whether the target has a file of that name."""
+    """Return the action for a file of the release, by whether the target has a file of that name."""
     if not is_there:
         return "add"
     return "keep" if is_same else "replace"
@@ -26,8 +26,8 @@ class Operation:
 
 @dataclass
 class PushResult:
-    """The result. planned: a dry run; pushed: the target changed; unchanged: it had exactly this release
-    already."""
+    """The result of a push. planned: a dry run; pushed: the target changed; unchanged: the target had exactly
+    this release already."""
 
     target: str
     status: Status

@@ -1,6 +1,6 @@
 """The commands that make a release again, with every setting that is not the default.
 
-No folder of this machine is in them.
+The commands name no folder of this machine.
 """
 
 import shlex
@@ -31,12 +31,14 @@ def _is_shipped(recipe: dict[str, Any]) -> bool:
 
 
 def recipe_file(recipe: dict[str, Any]) -> str | None:
-    """The file name for a reader's copy of the recipe; None if there is no recipe to save."""
+    """Return the file name for a reader's copy of the recipe; None if there is no recipe to save."""
     return None if recipe == ADOPTED or _is_shipped(recipe) else f"{recipe.get('name')}.yaml"
 
 
 def reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
-    """The one command, with every setting that is not the default, and no folder of this machine in it."""
+    """Return the one command, with every setting that is not the default, and no folder of this machine in
+    it.
+    """
     recipe = artifact.recipe
     if recipe == ADOPTED:
         return _reproduce_adopted(artifact, verdict, base, to)
@@ -55,7 +57,7 @@ def reproduce(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
 
 
 def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str) -> str:
-    """The commands from the other tool's checkpoint on."""
+    """Return the commands from the other tool's checkpoint on."""
     folder = Path(to.removeprefix("folder:")).name
     revision = [] if artifact.source_revision is None else ["--baseline-revision", artifact.source_revision]
     adopt = ["pipeline", "adopt", folder, "--baseline", base, *revision]
@@ -64,7 +66,7 @@ def _reproduce_adopted(artifact: Artifact, verdict: Verdict, base: str, to: str)
 
 
 def _given_settings(artifact: Artifact, verdict: Verdict) -> list[str]:
-    """The settings of the verdict that differ from the defaults."""
+    """Return the settings of the verdict that differ from the defaults."""
     usual = WorkloadSettings(
         input_len=default_input_len(artifact.kv_cache), profile=artifact.recipe.get("profile")
     )
@@ -91,13 +93,13 @@ def _given_to_validate(artifact: Artifact, verdict: Verdict) -> dict[str, str | 
 
 
 def _startable(engine: str) -> str | None:
-    """The engine, if it can be started; None for the address of a running server."""
+    """Return the engine, if it can be started; None for the address of a running server."""
     known = find_engine(engine)
     return None if known is not None and not known.starts else engine
 
 
 def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str]:
-    """The baseline, if its name differs from that of the quantized model."""
+    """Return the baseline, if its name differs from that of the quantized model."""
     baseline = verdict.baseline
     name = baseline.name if baseline.revision is not None else Path(baseline.name).name
     words = [] if name == base else ["--baseline", name]
@@ -107,7 +109,7 @@ def _given_baseline(artifact: Artifact, verdict: Verdict, base: str) -> list[str
 
 
 def _given_options(verdict: Verdict) -> list[str]:
-    """The engine's options that `release` would not have set by itself, as words of its command."""
+    """Return the engine's options that `release` would not have set by itself, as words of its command."""
     recorded = verdict.environment.engine_options or {}
     options = sized_options({"device": recorded.get("device")}, verdict.workload)
     usual = effective_options(with_recorded_contexts(options, {}, recorded, verdict.workload.profile))

@@ -1,7 +1,7 @@
 """Whether vLLM loads a quantized checkpoint on a CPU, where it has fewer kernels than on GPUs.
 
-Decided from headers, by the rules of vLLM 0.32 (`model_executor/kernels/linear/`). Only linear layers are
-looked at; for INT4 experts its kernel needs a CPU with AMX.
+The answer follows from headers, by the rules of vLLM 0.32 (`model_executor/kernels/linear/`). Only linear
+layers are looked at; for INT4 experts vLLM's kernel needs a CPU with AMX.
 """
 
 from ...layouts.formats.int4 import UNQUANTIZED, Int4
@@ -19,7 +19,9 @@ MULTIPLE = 32
 
 
 def why_vllm_fails_on_a_cpu(checkpoint: Checkpoint) -> str | None:
-    """Why vLLM has no kernel for one of its linear layers on a CPU; None if it has one for each of them."""
+    """Return why vLLM has no kernel for one of its linear layers on a CPU; None if it has one for each of
+    them.
+    """
     if (checkpoint.quantization_config or {}).get("quant_method") not in (COMPRESSED_TENSORS, MODELOPT):
         return None
     for name, problem in problems(checkpoint).items():

@@ -77,7 +77,7 @@ def estimate(job: QuantizeJob, shards: Mapping[str, list[WeightTask]], folder: P
 
 
 def _seconds_a_number(spec: WeightFormat, job: QuantizeJob) -> float:
-    """The time of quantizing random weights of `spec`, after a first call that loads modules."""
+    """Return the time of quantizing random weights of `spec`, after a first call that loads modules."""
     quantizer, device = QUANTIZERS[spec.name], job.quantizer.device
     k = next(k for module, (_, k) in job.tasks.shapes.items() if job.tasks.specs[module] == spec)
     values = torch.randn(max(8, SAMPLE // k // 8 * 8), k, device=device, dtype=torch.bfloat16)

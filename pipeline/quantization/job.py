@@ -1,4 +1,4 @@
-"""A quantize job: all decisions before the first weight is read; impossible jobs are refused here."""
+"""A quantize job: all decisions are made before the first weight is read, and impossible jobs are refused."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class QuantizeJob:
 
 
 def without_left_out(checkpoint: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """`checkpoint` without the tensors that the recipe leaves out. UserError for a pattern that matches
-    nothing.
+    """Return `checkpoint` without the tensors that the recipe leaves out. Raise UserError for a pattern that
+    matches nothing.
     """
     names = set[str]()
     for pattern in recipe.leave_out:
@@ -100,7 +100,9 @@ def prepare(
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """UserError if the source is quantized. FP8 does not count, since it is dequantized to 16 bits."""
+    """Raise UserError if the source is quantized. FP8 sources do not count, since they are dequantized to 16
+    bits.
+    """
     try:
         stored = stored_weights(checkpoint)
     except UserError:
@@ -119,8 +121,8 @@ def weight_quantizer(checkpoint: Checkpoint, device: str | torch.device | None) 
 
 
 def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
-    """Scalegate's own convention for formats that only it stores, DeepSeek's for FP8 in blocks; otherwise the
-    one that most engines read, or ModelOpt's if only that declares the KV format."""
+    """Return Scalegate's own convention for formats that only it stores, DeepSeek's for FP8 in blocks;
+    otherwise the convention that most engines read, or ModelOpt's if only that declares the KV format."""
     if not specs:
         # vLLM refuses ModelOpt's section where no weight is quantized.
         return PLAIN if kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is None else DEFAULT_EXPORT
@@ -136,7 +138,7 @@ def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
 
 
 def _refusal(spec: WeightFormat) -> str | None:
-    """The reason why no quantizer makes weights of `spec`; None if one does."""
+    """Return the reason why no quantizer makes weights of `spec`; None if one does."""
     if spec.name not in QUANTIZERS:
         return f"Scalegate reads {spec.name} and does not make it; it makes {', '.join(QUANTIZERS)}"
     return QUANTIZERS[spec.name].refuses(spec)

@@ -1,7 +1,7 @@
 """A job's calibration: the sequences that are read, and the pass over them.
 
 If a text is given and weights are rounded on it, every other sequence is self-generated: GPTQ on a text of
-another kind is worse than no calibration, but on both texts it is as good as on the right one.
+another kind is worse than no calibration, but on both texts it is as good as on the right text.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class CalibrationContext:
 
 @dataclass(frozen=True)
 class CalibrationSequences:
-    """Sequences to calibrate on, int64 [S, T]. facts: the manifest's record of them"""
+    """Return sequences to calibrate on, int64 [S, T]. facts: the manifest's record of the sequences"""
 
     sequences: Tensor
     facts: dict[str, Any]
@@ -68,9 +68,9 @@ class CalibrationSequences:
 def calibration_sequences(
     text: CalibrationText | None, needs: CalibrationNeeds, context: CalibrationContext
 ) -> CalibrationSequences | None:
-    """The text's sequences, the model's own, or both in turn; None without a text.
+    """Return the text's sequences, the model's own, or both in turn; None without a text.
 
-    The model's sequences and the text's fit are kept, so that a job taken up again reads the same.
+    The model's sequences and the text's fit are kept, so that a resumed job reads the same sequences.
     """
     if text is None:
         return None
@@ -109,7 +109,9 @@ def calibration_result(
     shared: Shared,
     context: CalibrationContext,
 ) -> CalibrationResult:
-    """The calibration data that the quantizers of `tasks` need; the text is not read if they need none."""
+    """Return the calibration data that the quantizers of `tasks` need; the text is not read if they need
+    none.
+    """
     if sequences is None or not needs:
         return CalibrationResult()
     linears = [task.linear for task in tasks if task.linear is not None and task.is_quantized]
@@ -134,7 +136,7 @@ def calibration_result(
 
 
 def calibration_facts(result: CalibrationResult, needs: CalibrationNeeds) -> dict[str, Any]:
-    """The manifest's record of the result."""
+    """Return the manifest's record of the result."""
     learned = {layer: {"before": before, "after": after} for layer, (before, after) in result.learned.items()}
     return ({LEARNED: learned} if needs.learning_steps else {}) | (
         {SCARCE: result.scarce} if result.scarce else {}

@@ -1,7 +1,7 @@
 """The options of `quantize` beside a model, a recipe and a folder; `release` has the first of the two
 classes.
 
-Plain data; `job.py` and `budget/` use it.
+The options are plain data; `job.py` and `budget/` use them.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ def _exports() -> Iterable[str]:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """UserError if a value is not allowed."""
+    """Raise UserError if a value is not allowed."""
 
     revision: str | None = option(None, "Branch, tag or commit of MODEL, if it is a Hub id.", metavar="REV")
     export: str | None = option(
@@ -46,7 +46,9 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """How large an artifact may be, or how far from its source. Both choose a format for each layer."""
+    """How large an artifact may be, or how far from its source. Both limits choose a format for each
+    layer.
+    """
 
     target_bits: float | None = option(
         None, "Mix INT4 and INT8 per layer to average BITS per weight.", metavar="BITS", above=0

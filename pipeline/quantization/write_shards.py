@@ -54,7 +54,7 @@ class PassResults:
     """The norms that have absorbed scales, by the norm's tensor."""
 
     def norm_of(self, module: str) -> str | None:
-        """The norm that has absorbed the scales of the module's columns."""
+        """Return the norm that has absorbed the scales of the module's columns."""
         return next((name for name, norm in self.equalized.items() if module in norm.modules), None)
 
 
@@ -73,7 +73,7 @@ def divide_into_shards(
 
 
 def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
-    """The bytes that a task writes into its shard."""
+    """Return the bytes that a task writes into its shard."""
     info = checkpoint.tensors[task.tensor]
     if task.bias is not None:
         return source_bytes(checkpoint, task)
@@ -126,7 +126,9 @@ def write_shards(
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
-    """Names that are at least as long, and as many, as the names of the tensors that these tasks write."""
+    """Yield names that are at least as long, and as many, as the names of the tensors that these tasks
+    write.
+    """
     for task in tasks:
         if task.linear is None:
             yield task.written_name
@@ -138,7 +140,7 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
 def _carry_out(
     job: QuantizeJob, task: WeightTask, results: PassResults, writer: ShardWriter
 ) -> dict[str, dict[str, Any]]:
-    """Write one task's tensors. Returns the measurements of a quantized module, by the module's name."""
+    """Write one task's tensors. Return the measurements of a quantized module, by the module's name."""
     checkpoint, linear = job.checkpoint, task.linear
     if task.bias is not None:
         writer.add(task.written_name, read_bias(checkpoint, task.bias))
@@ -218,7 +220,9 @@ def write_rest(
 
 
 def _is_wrongly_tied(job: QuantizeJob) -> bool:
-    """Whether the config ties an output projection that has other weights, which some readers would drop."""
+    """Say whether the config ties an output projection that has other weights, which some readers would
+    drop.
+    """
     if job.tasks.own_head is None:
         return False
     config = model_config(job.checkpoint)

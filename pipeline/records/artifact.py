@@ -1,7 +1,7 @@
 """`scalegate.json`: the source of an artifact, its tools and settings, and the sha256 of every file in it.
 
-It is written last and atomically, so a folder with a manifest was finished. Reading and checking it is here
-too.
+The manifest is written last and atomically, so a folder with a manifest was finished. Reading and checking
+the manifest is here too.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: Path) -> "Artifact":
-        """Read `folder`'s manifest. Raises UserError if there is no manifest or it cannot be read."""
+        """Read `folder`'s manifest. UserError is raised if there is no manifest or it cannot be read."""
         path = folder / MANIFEST_NAME
         if not path.exists():
             raise UserError(
@@ -97,8 +97,8 @@ class Artifact:
         return artifact
 
     def changed_files(self, folder: Path) -> list[str]:
-        """The differences between the manifest and the folder's present files, one line each; empty if all
-        match.
+        """Return the differences between the manifest and the folder's present files, one line each; empty if
+        all match.
         """
         problems = []
         to_read = {}
@@ -122,39 +122,45 @@ class Artifact:
         return problems
 
     def bytes_digest(self) -> str:
-        """One sha256 over all names and digests: a verdict is bound to it."""
+        """Return one sha256 over all names and digests: a verdict is bound to it."""
         return digest_of({name: record.sha256 for name, record in self.files.items()})
 
     def sha256(self) -> str:
-        """The digest of the manifest without the verdict's digest, since the verdict is given on the
+        """Return the digest of the manifest without the verdict's digest, since the verdict is given on the
         manifest."""
         value = {k: v for k, v in asdict(self).items() if k not in ("left_out", "verdict_sha256")}
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     def module_errors(self) -> dict[str, float]:
-        """Each quantized module's relative error against the source, measured when the artifact was made."""
+        """Return each quantized module's relative error against the source, measured when the artifact was
+        made.
+        """
         modules = self.quantization.get("modules", {})
         return {module: float(measured["relative_error"]) for module, measured in modules.items()}
 
     def scaled_modules(self) -> dict[str, str]:
-        """For each module whose columns were scaled before rounding, the norm's tensor that absorbed the
-        scales.
+        """Return, for each module whose columns were scaled before rounding, the norm's tensor that absorbed
+        the scales.
         """
         modules = self.quantization.get("modules", {})
         return {module: str(facts[SCALED_BY]) for module, facts in modules.items() if SCALED_BY in facts}
 
     def declared_changes(self) -> tuple[str, ...]:
-        """The parts of tokenizer, templates and generation settings that the recipe changes on purpose."""
+        """Return the parts of tokenizer, templates and generation settings that the recipe changes on
+        purpose.
+        """
         changes = self.recipe.get("changes")
         return tuple(part for part in changes if part in PARTS) if isinstance(changes, list) else ()
 
     def batch_invariance(self) -> BatchInvariance:
-        """The batch invariance that the recipe claims for the served artifact."""
+        """Return the batch invariance that the recipe claims for the served artifact."""
         claim = self.recipe.get("batch_invariance")
         return next((mode for mode in INVARIANCE_MODES if mode == claim), TUNED)
 
     def layout_plan_sha256(self) -> str | None:
-        """The layout plan's digest, None if there is none: a verdict is given with the plan in force."""
+        """Return the layout plan's digest, None if there is none: a verdict is given with the plan in
+        force.
+        """
         if self.layout_plan is None:
             return None
         return hashlib.sha256(json.dumps(self.layout_plan, sort_keys=True).encode()).hexdigest()
@@ -189,7 +195,7 @@ _PLAN: TypeAdapter[LayoutPlan] = TypeAdapter(LayoutPlan)
 
 
 def _checked(value: dict[str, Any], path: Path) -> Artifact:
-    """The manifest in `value`. UserError if any field is not of its type."""
+    """Return the manifest in `value`. Raise UserError if any field is not of its type."""
     where = ""
     try:
         artifact = _ARTIFACT.validate_python(value)
@@ -225,7 +231,7 @@ OWN_RECORDS = {MANIFEST_NAME, VERDICT_NAME, SIGNATURE_NAME, "README.md"}
 
 
 def published_files(folder: Path) -> list[str]:
-    """The paths in `folder` of a release's files, without our own records and reports, sorted."""
+    """Return the paths in `folder` of a release's files, without our own records and reports, sorted."""
     names = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
@@ -238,7 +244,7 @@ def published_files(folder: Path) -> list[str]:
 
 
 def record_files(folder: Path, known: Mapping[str, FileRecord] | None = None) -> dict[str, FileRecord]:
-    """Size and sha256 of every published file of `folder`.
+    """Return the size and sha256 of every published file of `folder`.
 
     known: digests that this process has computed already
     """

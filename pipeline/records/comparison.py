@@ -1,6 +1,7 @@
 """The record of a comparison of several quantized checkpoints with one baseline, and its table.
 
-`compare.py` makes one; the card of the first of them shows it, as long as it is about the same bytes.
+`compare.py` makes the record; the card of the first checkpoint shows it, as long as it is about the same
+bytes.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class ComparedModel:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The model's row of the table, with the columns in `COLUMNS`."""
+        """Return the model's row of the table, with the columns in `COLUMNS`."""
         worst = max(self.module_errors.values(), default=0.0)
         return (
             self.name if self.unlike_baseline is None else f"{self.name} {MARK}",
@@ -94,7 +95,7 @@ class Comparison:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each model that is marked in the table."""
+        """Return a line for each model that is marked in the table."""
         return [
             f"{MARK} {model.name}: {model.unlike_baseline}"
             for model in self.models
@@ -102,7 +103,7 @@ class Comparison:
         ]
 
     def module_table(self) -> str:
-        """Median relative errors of weights by kind of module, a column for each model."""
+        """Return median relative errors of weights by kind of module, a column for each model."""
         kinds = list(dict.fromkeys(kind for model in self.models for kind in model.module_errors))
         rows = [
             ("", *(model.name for model in self.models)),
@@ -116,8 +117,8 @@ _COMPARISON: TypeAdapter[Comparison] = TypeAdapter(Comparison)
 
 
 def read_comparison(folder: Path, bytes_digest: str) -> Comparison | None:
-    """The comparison written beside the artifact in `folder`; None if there is none, or it is about other
-    bytes.
+    """Return the comparison written beside the artifact in `folder`; None if there is none, or it is about
+    other bytes.
     """
     path = folder / COMPARISON_NAME
     if not path.is_file():

@@ -1,6 +1,6 @@
 """How each engine is started on a release: the commands that a card and a manifest show.
 
-Only engines that read the checkpoint's convention are named; whether they are fast is for the gate to say.
+Only engines that read the checkpoint's convention are named; the gate says whether they are fast.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -41,8 +41,8 @@ def engines(
     zero_points: bool = False,
     unread: Collection[str] = (),
 ) -> list[CardCommand]:
-    """The engines that load `name`, a Hub id or a folder, with quantization method `method` and keys and
-    values in `kv_format`: engines that Scalegate validates on, then others.
+    """Return the engines that load `name`, a Hub id or a folder, with quantization method `method` and keys
+    and values in `kv_format`: engines that Scalegate validates on, then others.
 
     auto_class: the transformers class that loads it; unread: engines that cannot load it
     """
@@ -58,8 +58,8 @@ def engines(
 
 
 def kv_cache_commands(kv_format: str) -> dict[str, str]:
-    """The command of each engine that supports `kv_format`, for a folder; empty for unquantized keys and
-    values.
+    """Return the command of each engine that supports `kv_format`, for a folder; empty for unquantized keys
+    and values.
     """
     if kv_format == UNQUANTIZED:
         return {}
@@ -77,7 +77,7 @@ def _commands(
     auto_class: str = TEXT_CLASS,
     zero_points: bool = False,
 ) -> Iterator[tuple[CardCommand, Sequence[str] | None]]:
-    """Each command, and its words for the KV format; None if the engine does not support the format."""
+    """Yield each command, and its words for the KV format; None if the engine does not support the format."""
     for _, engine in ENGINES.items():
         command = engine.card_command(name, method)
         if command is not None:

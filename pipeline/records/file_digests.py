@@ -1,6 +1,6 @@
 """sha256 of files, several at once: one thread hashes 1 GB a second, and a fast disk or memory gives more.
 
-Not for records about files: `artifact.py`.
+`artifact.py` has the records about files.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_each(paths: Iterable[Path]) -> Generator[tuple[Path, str], None, None]:
-    """Each file and its sha256, in the order in which they finish.
+    """Yield each file and its sha256, in the order in which they finish.
 
     The next path is requested when a file has finished, so that processes can share one list. If the caller
     stops, or a file cannot be read (OSError), unfinished work ends within a chunk of its file.
@@ -50,7 +50,7 @@ def sha256_of_all(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def digest_of(sha256s: Mapping[str, str]) -> str:
-    """One sha256 over names and sha256s."""
+    """Return one sha256 over names and sha256s."""
     digest = hashlib.sha256()
     for name in sorted(sha256s):
         digest.update(f"{name}\0{sha256s[name]}\n".encode())
@@ -58,7 +58,7 @@ def digest_of(sha256s: Mapping[str, str]) -> str:
 
 
 def _sha256(path: Path, stopped: threading.Event) -> str:
-    """The digest of the bytes read before it was stopped; nobody uses it then."""
+    """Return the digest of the bytes read before the work was stopped; nobody uses a stopped digest."""
     digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):

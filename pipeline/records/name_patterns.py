@@ -1,7 +1,8 @@
 """Regular expressions over module names; expressions that could take forever to match are refused.
 
-Python's `re` tries every way in which repeats can share a name, so that a short pattern can run for ever.
-Here a pattern's ways are counted before it is used: repeats in repeats are refused, and many side by side.
+Python's `re` tries every way in which repeats can share a name, so that a short pattern can run forever. A
+pattern's ways are counted before it is used: repeats in repeats are refused, and so are many repeats side by
+side.
 """
 
 import re
@@ -25,8 +26,8 @@ DIGIT = [(kinds.IN, [(kinds.CATEGORY, kinds.CATEGORY_DIGIT)])]
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """`pattern`, ready to match. UserError if it is not a valid expression, or might take very long to
-    match.
+    """Return `pattern`, ready to match. Raise UserError if the pattern is not a valid expression, or might
+    take very long to match.
     """
     shown = repr(pattern if len(pattern) <= 100 else pattern[:97] + "...")
     if len(pattern) > MAX_PATTERN:
@@ -66,7 +67,9 @@ def _is_no_digit(item: Any) -> bool:
 
 
 def _ways(tree: Any, repeated: bool = False) -> int:
-    """About how many ways there are to try `tree` on a name; more than MAX_WAYS if that is unbounded."""
+    """Return about how many ways there are to try `tree` on a name; more than MAX_WAYS if that is
+    unbounded.
+    """
     ways = 1
     items = list(tree)
     for (kind, argument), following in zip_longest(items, items[1:]):

@@ -1,6 +1,6 @@
 """Recipes: how each linear layer is quantized, and the bounds for the result.
 
-`recipe_file.py` reads one from YAML; `quantization/shards/tasks.py` applies it to a checkpoint.
+`recipe_file.py` reads a recipe from YAML; `quantization/shards/tasks.py` applies it to a checkpoint.
 """
 
 import fnmatch
@@ -109,7 +109,7 @@ class Recipe:
     (`serving_check.gate.policy.ReleasePolicy`) that this recipe changes, by their names there."""
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe in the form of YAML, defaults included, with bounds at the top level."""
+        """Return the recipe in the form of YAML, defaults included, with bounds at the top level."""
         return {
             "name": self.name,
             "description": self.description,
@@ -135,17 +135,17 @@ class Recipe:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a recipe's pattern names `module`; `*` spans dots."""
+    """Say whether a recipe's pattern names `module`; `*` spans dots."""
     if pattern.startswith(REGEX_PREFIX):
         return full_match(pattern.removeprefix(REGEX_PREFIX), module)
     return fnmatch.fnmatchcase(module, pattern)
 
 
 def calibration_name(source: str) -> str:
-    """A calibration text's name in a published record: a file's name comes without its folders."""
+    """Return a calibration text's name in a published record: a file's name comes without its folders."""
     return Path(source).name if is_file_name(source) else source
 
 
 def is_file_name(source: str) -> bool:
-    """Whether a calibration text is a file."""
+    """Say whether a calibration text is a file."""
     return source != SELF and not source.startswith(HUB)

@@ -1,7 +1,7 @@
 """The types of a recipe's fields: pydantic checks a recipe's file by them, and errors quote them.
 
 A field's type describes its values in words (`expected`), so that an error names the key, the allowed values
-and the given one.
+and the given value.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ def expected(expectation: str) -> WrapValidator:
 def one_of(names: Iterable[str], alphabetical: bool = False) -> WrapValidator:
     """Accepts a name out of `names`, which may grow: plugins register formats.
 
-    alphabetical: list them so in errors, if their own order depends on the order of imports
+    alphabetical: list the names so in errors, if their own order depends on the order of imports
     """
 
     def check(value: Any, accept: Callable[[Any], Any], info: ValidationInfo) -> Any:
@@ -63,7 +63,7 @@ def _shown(value: Any) -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    """The items of a list as a tuple. A single pattern may stand without a list, and a key without a
+    """Return the items of a list as a tuple. A single pattern may stand without a list, and a key without a
     value."""
     if value is None or value == "":
         return ()
@@ -73,7 +73,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _single(value: Any) -> Any:
-    """The item of a list that has just one."""
+    """Return the item of a list that has just one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

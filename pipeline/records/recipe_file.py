@@ -34,12 +34,14 @@ def shipped_recipes() -> list[str]:
 
 
 def is_recipe(name: str) -> bool:
-    """Whether `name` is a shipped recipe or a recipe's file."""
+    """Say whether `name` is a shipped recipe or a recipe's file."""
     return name in shipped_recipes() or Path(name).expanduser().is_file()
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """A shipped recipe by name, or a YAML file's. UserError says what is wrong, and on which line."""
+    """Return a shipped recipe by name, or a YAML file's recipe. A UserError says what is wrong, and on which
+    line.
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if str(recipe) in shipped_recipes():
@@ -94,14 +96,16 @@ def _recipe(file: YamlLines) -> Recipe:
 
 
 def _recipe_keys(chosen: type[WeightFormat]) -> list[str]:
-    """A recipe's keys but for bounds, in the order of its fields: `spec` is `format` and its parameters."""
+    """Return a recipe's keys but for bounds, in the order of its fields: `spec` is `format` and its
+    parameters.
+    """
     names = [field.name for field in fields(Recipe) if field.name != "bounds"]
     index = names.index("spec")
     return [*names[:index], "format", *parameter_names(chosen), *names[index + 1 :]]
 
 
 def _from_folder(calibration: str, folder: Path) -> str:
-    """A calibration text's name; the path of a file gets the recipe's folder in front."""
+    """Return a calibration text's name; the path of a file gets the recipe's folder in front."""
     if not calibration or not is_file_name(calibration):
         return calibration
     return str(folder / Path(calibration).expanduser())
@@ -144,7 +148,7 @@ def _format(file: YamlLines, place: Place, mapping: dict[str, Any]) -> type[Weig
 def _spec(
     file: YamlLines, place: Place, make: Callable[..., WeightFormat], given: dict[str, Any]
 ) -> WeightFormat:
-    """`make` called with the parameters that the mapping at `place` gives."""
+    """Return `make` called with the parameters that the mapping at `place` gives."""
     try:
         return make(**given)
     except (TypeError, ValueError) as error:
@@ -160,7 +164,7 @@ def _bound(file: YamlLines, name: str, value: Any) -> float:
 
 
 def _checked(adapter: TypeAdapter[T], file: YamlLines, place: Place, values: Any) -> T:
-    """`values` of the mapping at `place`, converted to the adapter's type."""
+    """Return `values` of the mapping at `place`, converted to the adapter's type."""
     try:
         return adapter.validate_python(values)
     except ValidationError as error:

@@ -19,13 +19,13 @@ COLUMNS = ("layers", "format", "groups", "bits", "measured KL")
 
 
 def plain_weights(quantization: Mapping[str, Any]) -> int:
-    """The number of weights that a budget has kept at 16 bits; 0 without a budget."""
+    """Return the number of weights that a budget has kept at 16 bits; 0 without a budget."""
     groups = quantization.get(SENSITIVITY, {}).get(GROUPS, [])
     return sum(_weights(group) for group in groups if isinstance(_chosen(group), Unquantized))
 
 
 def shown(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The table's part for a card and a page; None if the formats were not chosen under a budget."""
+    """Return the table's part for a card and a page; None if the formats were not chosen under a budget."""
     table = quantization.get(SENSITIVITY)
     if table is None:
         return None
@@ -39,7 +39,9 @@ def shown(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def measured_on(table: Mapping[str, Any]) -> str:
-    """A description of the text that was read; empty for tables of older versions, which do not record it."""
+    """Return a description of the text that was read; empty for tables of older versions, which do not record
+    it.
+    """
     text = table.get(TEXT)
     if text is None:
         return "a text that was not recorded"
@@ -47,7 +49,7 @@ def measured_on(table: Mapping[str, Any]) -> str:
 
 
 def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each kind of layer and each of its formats, with the columns in `COLUMNS`."""
+    """Return a row for each kind of layer and each of its formats, with the columns in `COLUMNS`."""
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for group in table[GROUPS]:
         leaves = dict.fromkeys(module.rpartition(".")[2] for module in group["modules"])
@@ -59,7 +61,9 @@ def rows_by_kind(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table_lines(table: Mapping[str, Any]) -> list[str]:
-    """Lines to print, one for each group of modules, with its cost in each format and the chosen format."""
+    """Return lines to print, one for each group of modules, with its cost in each format and the chosen
+    format.
+    """
     lines = []
     for group in table[GROUPS]:
         costs = "  ".join(f"{spec.key} {kl:.5f}" for spec, kl in _measured(group).items())
@@ -86,6 +90,6 @@ def _weights(group: Mapping[str, Any]) -> int:
 
 
 def _bits(groups: list[Mapping[str, Any]]) -> float:
-    """The average bits per weight."""
+    """Return the average bits per weight."""
     bits = sum(_chosen(group).bits_per_weight(n, k) * n * k for group in groups for n, k in group["shapes"])
     return bits / sum(map(_weights, groups))

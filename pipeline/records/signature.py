@@ -36,7 +36,7 @@ class Signature:
 
 
 def require_key(key: Path) -> None:
-    """UserError if `key` cannot sign; called before the work whose result is to be signed."""
+    """Raise UserError if `key` cannot sign; this is called before the work whose result is to be signed."""
     if not key.expanduser().is_file():
         raise UserError(f"there is no key {key}; make one with `ssh-keygen -t ed25519 -f {key}`")
     _ssh_keygen()
@@ -45,7 +45,7 @@ def require_key(key: Path) -> None:
 def sign_file(path: Path, key: Path) -> Path:
     """Sign the file `path` with the private key (or the public half of one in the agent) in the file `key`.
 
-    Returns the signature's path, `path` with `.sig`. UserError where ssh-keygen refuses.
+    Return the signature's path, `path` with `.sig`. UserError where ssh-keygen refuses.
     """
     require_key(key)
     done = _run(["sign", "-q", "-f", str(key.expanduser()), "-n", NAMESPACE], path.read_bytes())
@@ -57,7 +57,7 @@ def sign_file(path: Path, key: Path) -> Path:
 
 
 def check_signature(path: Path, signers: Path | None = None) -> Signature:
-    """Checks the signature beside the file `path`, and its signer if `signers` is given.
+    """Check the signature beside the file `path`, and its signer if `signers` is given.
 
     signers: an allowed-signers file, as `ssh-keygen(1)` describes it
     """

@@ -1,6 +1,6 @@
 """A YAML mapping with the line of each of its values, so that an error can name the line of a mistake.
 
-Not for the meaning of the values: `recipe_file.py`.
+The meaning of the values is in `recipe_file.py`.
 """
 
 import difflib
@@ -28,7 +28,9 @@ class YamlLines:
 
     @classmethod
     def parse(cls, path: Path, text: str, limit: int, expectation: str) -> "YamlLines":
-        """Parse a YAML mapping. UserError for any other text, and for one of more than `limit` characters."""
+        """Parse a YAML mapping. Raise UserError for any other text, and for one of more than `limit`
+        characters.
+        """
         values = parse_yaml(text, str(path), yaml.SafeLoader, limit)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
@@ -36,7 +38,7 @@ class YamlLines:
         return cls(path, values, node)
 
     def require_keys(self, place: Place, valid: Sequence[str], where: str = "") -> None:
-        """UserError for a key of the mapping at `place` that is not `valid`, or that is there twice.
+        """Raise UserError for a key of the mapping at `place` that is not `valid`, or that is there twice.
 
         where: the words of the error after the key
         """
@@ -52,7 +54,9 @@ class YamlLines:
             lines[key] = line
 
     def error(self, place: Place, message: str) -> UserError:
-        """A UserError with the line of the value at `place`, or of the innermost part that is there."""
+        """Return a UserError with the line of the value at `place`, or of the innermost part that is
+        there.
+        """
         return self._error(self._line(place), message)
 
     def _error(self, line: int | None, message: str) -> UserError:
@@ -79,7 +83,7 @@ class YamlLines:
 
 
 def _child(node: yaml.Node, step: str | int) -> tuple[int | None, yaml.Node | None]:
-    """The line and the node of one key, or of one index; None if there is no such child."""
+    """Return the line and the node of one key, or of one index; None if there is no such child."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             if name.value == step:

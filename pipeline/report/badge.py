@@ -11,7 +11,7 @@ HEIGHT, CHARACTER, PADDING = 20, 6.6, 7
 
 
 def badge_words(verdict: Verdict) -> str:
-    """`pass, ≥ 0.98× to M=32`: the status, and the lowest ratio if one was measured."""
+    """Return `pass, ≥ 0.98× to M=32`: the status, and the lowest ratio if one was measured."""
     if verdict.speed_not_judged:
         return f"{verdict.status}, speed not judged"
     ratios = [point.ratio for point in verdict.curve if point.ratio is not None]

@@ -1,6 +1,6 @@
 """The throughput ratio at every M as an SVG: intervals, the floor, and which M failed.
 
-It has class names and no colours, so that the page's style sheet can draw it in light, dark and print.
+The SVG has class names and no colours, so that the page's style sheet can draw it in light, dark and print.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class Scale:
 
     @property
     def right(self) -> int:
-        """The x coordinate at which the plot ends."""
+        """Return the x coordinate at which the plot ends."""
         return self.width - (NARROW_RIGHT if self.is_narrow else RIGHT)
 
     def x(self, m: int) -> float:
@@ -73,7 +73,7 @@ class Scale:
 
 
 def draw_curve(verdict: Verdict, width: int, height: int, kind: str = "") -> str:
-    """The whole SVG, `width` by `height` pixels; empty if no ratio was measured.
+    """Return the whole SVG, `width` by `height` pixels; empty if no ratio was measured.
 
     kind: a further class of the SVG
     """
@@ -89,7 +89,9 @@ def draw_curve(verdict: Verdict, width: int, height: int, kind: str = "") -> str
 
 
 def ratio_span(verdicts: Sequence[Verdict]) -> tuple[float, float]:
-    """The lowest and highest ratio to draw, so that every mark, its label and both lines are inside."""
+    """Return the lowest and highest ratio to draw, so that every mark, its label and both lines are
+    inside.
+    """
     levels = [1.0, *(verdict.bounds.throughput_floor for verdict in verdicts)]
     for mark in (mark for verdict in verdicts for series in series_of(verdict) for mark in series.marks):
         levels += [limit for limit in (mark.ratio, mark.low, mark.high) if limit is not None]
@@ -98,7 +100,7 @@ def ratio_span(verdicts: Sequence[Verdict]) -> tuple[float, float]:
 
 
 def curve_in_words(verdict: Verdict) -> str:
-    """A description of the picture for people who cannot see it."""
+    """Return a description of the picture for people who cannot see it."""
     points = "; ".join(
         f"M={point.m}: {point.ratio:.2f}, {point.status}"
         for point in verdict.curve
@@ -109,12 +111,12 @@ def curve_in_words(verdict: Verdict) -> str:
 
 
 def asked_ms(verdict: Verdict) -> list[int]:
-    """Every M that was given or drawn, measured or not."""
+    """Return every M that was given or drawn, measured or not."""
     return sorted({*verdict.workload.measured_ms, *(point.m for point in verdict.curve)})
 
 
 def series_of(verdict: Verdict) -> list[Series]:
-    """The series to draw. The artifact comes last, so that it is drawn over the others."""
+    """Return the series to draw. The artifact comes last, so that it is drawn over the other sides."""
     curve = verdict.curve
     # Where prompts take little of the time, decoding alone is what whole requests are.
     apart = [point for point in curve if point.prompts or verdict.workload.decoding_apart]
@@ -143,7 +145,7 @@ def _marks(curve: Sequence[CurvePoint], part: Callable[[CurvePoint], object]) ->
 
 
 def curve_marks(verdict: Verdict, scale: Scale) -> str:
-    """The picture's elements, without the `svg` around them."""
+    """Return the picture's elements, without the `svg` around them."""
     floor = verdict.bounds.throughput_floor
     parts = [*_axes(verdict, scale), *_lines(floor, scale)]
     series = series_of(verdict)
@@ -176,7 +178,9 @@ def _axes(verdict: Verdict, scale: Scale) -> list[str]:
 
 
 def _lines(floor: float, scale: Scale) -> list[str]:
-    """The baseline's line and the floor's, labelled at their right ends, and the area below the floor."""
+    """Return the baseline's line and the floor's, labelled at their right ends, and the area below the
+    floor.
+    """
     right, bottom = scale.right, scale.height - BOTTOM
     at_one, at_floor = scale.y(1.0), scale.y(floor)
     name_one, name_floor = at_one + 4, at_floor + 4
@@ -210,7 +214,7 @@ def _series(series: Series, scale: Scale) -> list[str]:
 
 
 def _interval(mark: Mark, kind: str, scale: Scale) -> str:
-    """A bar from limit to limit; empty if there is no upper limit, after too few blocks for one."""
+    """Return a bar from limit to limit; empty if there is no upper limit, after too few blocks for one."""
     if mark.high is None:
         return ""
     x, top, foot = scale.x(mark.m), scale.y(mark.high), scale.y(mark.low or scale.low)
@@ -218,7 +222,7 @@ def _interval(mark: Mark, kind: str, scale: Scale) -> str:
 
 
 def _label(mark: Mark, kind: str, scale: Scale) -> str:
-    """The ratio's label: over the bar; under it for a fail; beside the mark if there is no bar."""
+    """Return the ratio's label: over the bar; under it for a fail; beside the mark if there is no bar."""
     x, y, anchor = scale.x(mark.m), scale.y(mark.ratio) + 4, "middle"
     foot = scale.y(mark.low or scale.low)
     if mark.high is None:
@@ -231,7 +235,9 @@ def _label(mark: Mark, kind: str, scale: Scale) -> str:
 
 
 def _mark(x: float, y: float, status: str, kind: str, size: float) -> str:
-    """A dot for a pass, a cross for a fail, an open circle otherwise: marks that differ without colour."""
+    """Return a dot for a pass, a cross for a fail, an open circle otherwise: marks that differ without
+    colour.
+    """
     if status == "fail":
         low, high, span = f"{x - size:g}", f"{y - size:g}", f"{2 * size:g}"
         return (

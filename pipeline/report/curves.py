@@ -22,7 +22,7 @@ requests."""
 
 
 def curves_of(verdict: Verdict) -> dict[str, Any]:
-    """JSON of figures, sides and points; a point has blocks, a block a value by side."""
+    """Return JSON of figures, sides and points; a point has blocks, a block a value by side."""
     sides = ["baseline", "artifact", *(["rival"] if verdict.rivals else [])]
     decided = {point.m: point for point in verdict.curve}
     measured = sorted(

@@ -1,6 +1,6 @@
 """The verdict in one sentence, and the check that decided it: a reader sees these first.
 
-Not for judging: status, checks and curve are the verdict's own.
+Nothing is judged here: status, checks and curve are the verdict's own.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def _worst(verdict: Verdict) -> CurvePoint | None:
 
 
 def _load(verdict: Verdict) -> str:
-    """The load as text: `with 1 to 32 requests at once`."""
+    """Return the load as text: `with 1 to 32 requests at once`."""
     ms = [point.m for point in verdict.curve]
     requests = f"{min(ms)} to {_requests(max(ms))}" if min(ms) < max(ms) else _requests(ms[0])
     return f"with {requests} at once"

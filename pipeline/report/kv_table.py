@@ -1,4 +1,6 @@
-"""The time of each KV format as a table for a terminal: format × context × M, and which ones are faster."""
+"""The time of each KV format as a table for a terminal: format × context × M, and which formats are
+faster.
+"""
 
 from collections.abc import Iterable
 
@@ -8,7 +10,7 @@ NAME_WIDTH, CELL_WIDTH = 24, 14
 
 
 def kv_table(plan: LayoutPlan) -> str:
-    """One block of lines per context; empty if KV formats were not timed."""
+    """Return one block of lines per context; empty if KV formats were not timed."""
     if not plan.kv:
         return ""
     ms = sorted({timing.m for timing in plan.kv})
@@ -39,7 +41,7 @@ def kv_table(plan: LayoutPlan) -> str:
 
 
 def pays(plan: LayoutPlan) -> list[str]:
-    """For each format, the contexts from which on it is no slower than unquantized, by M."""
+    """Return, for each format, the contexts from which on it is no slower than unquantized, by M."""
     said = []
     for name in dict.fromkeys(timing.kv_format for timing in plan.kv):
         from_m = {m: plan.pays_from(name, m) for m in sorted({timing.m for timing in plan.kv})}

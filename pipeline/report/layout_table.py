@@ -1,6 +1,6 @@
 """The layout plan as a table for a terminal: shape × M × layout, microseconds and ratio.
 
-Not for deciding anything: the plan has already decided.
+Nothing is decided here: the plan has already decided.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ CELL_WIDTH = 14
 
 
 def layout_table(plan: LayoutPlan, tried: Mapping[str, Tried]) -> str:
-    """The whole plan, one block for each shape, and a word on every shape that is slow.
+    """Return the whole plan, one block for each shape, and a word on every shape that is slow.
 
     tried: of our own layouts, how their kernels were tried on such a GPU
     """

@@ -1,6 +1,6 @@
 """The four plots of a verdict, as PNG: throughput, ratio, TPOT and TTFT against M, every side in each.
 
-They are drawn from the verdict alone, so they can be drawn again from `serving_check.json`.
+The plots are drawn from the verdict alone, so they can be drawn again from `serving_check.json`.
 """
 
 import io
@@ -20,7 +20,7 @@ Latency = Callable[[ServingFigures], float | None]
 
 
 def draw_plots(verdict: Verdict) -> dict[str, bytes]:
-    """The plots as PNG by file name, in the order for a reader; empty if nothing was measured."""
+    """Return the plots as PNG by file name, in the order for a reader; empty if nothing was measured."""
     if not verdict.curve:
         return {}
     return {
@@ -121,7 +121,7 @@ def _latency(axes: Axes, verdict: Verdict, median: Latency, slowest: Latency) ->
 
 
 def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]:
-    """The sides to draw. The artifact comes last, so that it is drawn over the others."""
+    """Return the sides to draw. The artifact comes last, so that it is drawn over the other sides."""
     rival = [point.figures for _, point in verdict.rivals]
     return [
         ("baseline", BASELINE_COLOUR, "s", [point.baseline for point in verdict.curve]),
@@ -131,7 +131,7 @@ def _sides(verdict: Verdict) -> list[tuple[str, str, str, list[ServingFigures]]]
 
 
 def _ms(verdict: Verdict, side: Sequence[ServingFigures]) -> list[int]:
-    """The Ms of one side's figures; a rival may lack an M that was broken off."""
+    """Return the Ms of one side's figures; a rival may lack an M that was broken off."""
     points = verdict.curve if len(side) == len(verdict.curve) else [point for point, _ in verdict.rivals]
     return [point.m for point in points]
 

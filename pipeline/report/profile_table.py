@@ -12,8 +12,7 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """The description of the load, and a row for each part: its name, the ratio of speeds, its 95%
-    interval."""
+    """The description of the load, and a row for each part: its name, the ratio of speeds, the interval."""
 
     name: str
     sent: str
@@ -21,7 +20,7 @@ class ProfileTable:
 
 
 def profile_table(verdict: Verdict) -> ProfileTable | None:
-    """The table of a verdict's profile; None if no profile was measured."""
+    """Return the table of a verdict's profile; None if no profile was measured."""
     figures = None if verdict.evidence.in_use is None else verdict.evidence.in_use.profile
     if figures is None:
         return None

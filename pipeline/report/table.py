@@ -15,7 +15,7 @@ WIDTH = 110
 
 
 def verdict_table(verdict: Verdict) -> str:
-    """The checks, with bound and reason if they did not pass; then the curve, then the verdict."""
+    """Return the checks, with bound and reason if they did not pass; then the curve, then the verdict."""
     said = first_lines_of(verdict)
     lines = [line for said_line in said for line in textwrap.wrap(said_line, WIDTH)]
     for check in verdict.checks:
@@ -76,7 +76,9 @@ def _profile(profile: ProfileTable) -> list[str]:
 
 
 def _rival(verdict: Verdict) -> list[str]:
-    """The table of the rival. The line of an M that does not count for the verdict has no mark at the end."""
+    """Return the table of the rival. The line of an M that does not count for the verdict has no mark at the
+    end.
+    """
     rows = [f"{'M':>5} {'artifact':>10} {'rival':>10} {'ratio':>7} {'interval':>16}"]
     for point, rival in verdict.rivals:
         interval = f"{_number(rival.ratio_low, 3)} to {_number(rival.ratio_high, 3)}"
@@ -98,12 +100,12 @@ def _scores(scores: tuple[TaskScore, ...]) -> list[str]:
 
 
 def with_error(value: float, stderr: float | None) -> str:
-    """A value with its standard error, if that is known: `0.712 ± 0.009`."""
+    """Return a value with its standard error, if the error is known: `0.712 ± 0.009`."""
     return f"{value:.4g}" if stderr is None else f"{value:.4g} ± {stderr:.2g}"
 
 
 def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
-    """The servers' own figures: a queue beside an empty KV cache is seen here at a glance."""
+    """Return the servers' own figures, in which a queue beside an empty KV cache is seen at a glance."""
     names = ("running", "waiting", "KV used %", "preempted", "step ms", "host ms", "GPU idle %")
     rows = [
         f"{'M':>5}" + "".join(f" {name:>13}" for name in names),
@@ -125,18 +127,18 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
 
 
 def held_out_text(verdict: Verdict) -> str:
-    """The texts for quality and for prompts."""
+    """Return the texts for quality and for prompts."""
     brought = "code, prose, chat and other languages that Scalegate brings"
     return brought if verdict.quality_text is None else f"{brought}; besides, {verdict.quality_text}"
 
 
 def baseline_dtype(verdict: Verdict) -> str:
-    """The dtype of the baseline's server, or the run's dtype if the server was not started here."""
+    """Return the dtype of the baseline's server, or the run's dtype if the server was not started here."""
     return str((verdict.environment.baseline_engine_options or {}).get("dtype", verdict.environment.dtype))
 
 
 def side_by_side(verdict: Verdict) -> str:
-    """Whether the servers ran at the same time."""
+    """Say whether the servers ran at the same time."""
     if verdict.evidence.measured and all(took_turns(measured) for measured in verdict.evidence.measured):
         return "the servers did not fit in memory together and took turns"
     return "all servers were up together"

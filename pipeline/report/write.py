@@ -30,7 +30,7 @@ TEXTS_SHOWN = 6
 
 
 def render_report(verdict: Verdict, sensitivity: Mapping[str, Any] | None = None) -> dict[str, bytes]:
-    """`report.html`, the plots and the badge, by file name.
+    """Return `report.html`, the plots and the badge, by file name.
 
     sensitivity: the result of `sensitivity_table.shown` for the artifact, if it has a table
     """
@@ -49,7 +49,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def render_page(
     verdict: Verdict, plots: dict[str, bytes], sensitivity: Mapping[str, Any] | None = None
 ) -> str:
-    """The page, with the plots inside it, so that it can be sent about as one file."""
+    """Return the page, with the plots inside it, so that it can be sent about as one file."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -83,18 +83,20 @@ def render_page(
 
 
 def _unmeasured(verdict: Verdict) -> list[int]:
-    """The Ms that the gate did not measure because another M had decided the result."""
+    """Return the Ms that the gate did not measure because another M had decided the result."""
     measured = {point.m for point in verdict.curve if point.ratio is not None}
     return [m for m in asked_ms(verdict) if m not in measured]
 
 
 def _script_digest(script: str) -> str:
-    """The digest by which the browser recognizes the page's own script, and runs no other."""
+    """Return the digest by which the browser recognizes the page's own script, and runs no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def _without_evidence(verdict: Verdict) -> dict[str, Any]:
-    """The verdict for the page, without the raw figures, which are long, and without the report's digests."""
+    """Return the verdict for the page, without the raw figures, which are long, and without the report's
+    digests.
+    """
     return {name: v for name, v in verdict.to_json().items() if name not in ("evidence", "report")}
 
 

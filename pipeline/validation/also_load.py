@@ -1,9 +1,9 @@
 """Loads the artifact in another library and compares its predictions with ours on the same tokens.
 
 This finds problems that the files alone do not show: a scale that two readers apply differently, a tensor
-that one of them ignores. Transformers gives its logits here; any other engine serves the artifact and reports
-the log-probabilities of tokens that it draws. If the library cannot load the artifact here, the result has
-the reason, and nothing is known.
+that one of them ignores. Transformers gives its logits to this process; any other engine serves the artifact
+and reports the log-probabilities of tokens that it draws. If the library cannot load the artifact on this
+machine, the result has the reason, and nothing is known.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ REQUEST_TIMEOUT_S = 600.0
 
 
 def read_elsewhere(run: Run, ours: nn.Module | None, window: Tensor) -> tuple[ReadElsewhere, ...]:
-    """The comparison with the requested reader, if any.
+    """Return the comparison with the requested reader, if any.
 
     ours: None if both models together do not fit in memory
     """
@@ -62,7 +62,7 @@ def read_elsewhere(run: Run, ours: nn.Module | None, window: Tensor) -> tuple[Re
 
 
 def read_by_server(run: Run, ours: nn.Module, window: Tensor) -> ReadElsewhere:
-    """KL of our predictions from those of an engine, whose server draws tokens."""
+    """Return the KL of our predictions from those of an engine, whose server draws tokens."""
     reader, first = run.asked.also_load, next(ours.parameters())
     prompts = [window[:length].tolist() for length in range(DRAWN, min(TOKENS, len(window)) + 1, DRAWN)]
     options = EngineOptions(
@@ -102,8 +102,8 @@ def _grant(device: torch.device) -> MemoryGrant | None:
 
 
 def _draw(endpoint: Endpoint, prompt: Sequence[int], seed: int) -> list[tuple[int, float]]:
-    """Tokens drawn from the whole distribution after `prompt`, with their log-probabilities; none if the
-    server does not report both."""
+    """Return tokens drawn from the whole distribution after `prompt`, with their log-probabilities; none if
+    the server does not report both."""
     body = {
         "prompt": prompt,
         "max_tokens": DRAWN,
@@ -128,9 +128,9 @@ def _draw(endpoint: Endpoint, prompt: Sequence[int], seed: int) -> list[tuple[in
 def _of_draws(
     reader: str, ours: nn.Module, prompts: Sequence[list[int]], drawn: Sequence[list[tuple[int, float]]]
 ) -> ReadElsewhere:
-    """The KL from drawn tokens. With d = log q - log p of a token drawn from q, d - 1 + exp(-d) has the KL of
-    p from q as its mean and is never negative; over 256 tokens, its standard error is a tenth of the mean if
-    d is normal."""
+    """Return the KL from drawn tokens. With d = log q - log p of a token drawn from q, d - 1 + exp(-d) has
+    the KL of p from q as its mean and is never negative; over 256 tokens, its standard error is a tenth of
+    the mean if d is normal."""
     estimates = []
     for prompt, answer in zip(prompts, drawn, strict=True):
         tokens = [token for token, _ in answer]
@@ -150,7 +150,7 @@ def _divergence(difference: float) -> float:
 
 
 def read_by_transformers(artifact: Checkpoint, ours: nn.Module, window: Tensor) -> ReadElsewhere:
-    """KL of transformers' predictions from ours, in nats per token.
+    """Return the KL of transformers' predictions from ours, in nats per token.
 
     ours:   the artifact in our loader, on the device that transformers should use too
     window: int64 [T], of which the first `TOKENS` are read

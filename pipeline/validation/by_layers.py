@@ -1,4 +1,5 @@
-"""Models that fit into no memory whole, looked at a decoder layer at a time: read from disk, run, forgotten.
+"""Models that fit into no memory whole, run one decoder layer at a time: each layer is read from disk, run
+and forgotten.
 
 Weights are dequantized instead of multiplied by a layout's kernel, inputs are rounded if the checkpoint says
 so, and keys and values are unquantized: the figures describe the checkpoint, not an engine's arithmetic. The
@@ -66,7 +67,7 @@ class ModelByLayers(nn.Module):
         self.embeddings = self._stream.model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor, use_cache: bool = False, logits_to_keep: int = 0) -> Output:
-        """Logits [B, T, V] of texts that were read, int64 [B, T], or of their last positions."""
+        """Return logits [B, T, V] of texts that were read, int64 [B, T], or of their last positions."""
         rows = [self._rows[tuple(ids)] for ids in input_ids.tolist()]
         hidden = torch.cat([self._outputs.read(row, row + 1) for row in rows])[:, : input_ids.shape[1]]
         hidden = hidden[:, -logits_to_keep:].to(input_ids.device)
@@ -82,8 +83,8 @@ class ModelByLayers(nn.Module):
 
 
 def needs_layers(run: Run) -> bool:
-    """Whether both models are too large to be loaded together here; if our own server runs them, they are
-    not, since each must then fit into the memory of one GPU."""
+    """Say whether both models are too large to be loaded together here. If our own server runs them, they are
+    not too large, since each must then fit into the memory of one GPU."""
     engines = run.asked.engine, run.asked.engine_of_baseline
     if any(engine_named(engine).packs_with_layouts for engine in engines):
         return False
@@ -101,10 +102,10 @@ def free_bytes(device: str) -> int:
 def figures_by_layers(
     run: Run, text: HeldOutText, given: HeldOutText | None = None
 ) -> tuple[InProcessFigures, HeldOutText]:
-    """The result of `figures_of`, in the memory of one layer, and the text that it was measured on.
+    """Return the result of `figures_of`, in the memory of one layer, and the text that it was measured on.
 
-    Domains that the baseline cannot predict are read, too, and left out afterwards: asking it first would be
-    one more reading of its files.
+    Domains that the baseline cannot predict are read, too, and left out afterwards: asking the baseline first
+    would be one more reading of its files.
     """
     device, progress = run.options.device, run.progress
     windows = [*text.windows, *(given.windows if given else [])]
@@ -122,7 +123,7 @@ def figures_by_layers(
 
 
 def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse] = ()) -> TextScorer:
-    """The scorer of the texts that were served, and of no others."""
+    """Return the scorer of the texts that were served, and of no other texts."""
     canaries = (*served.canary, *served.baseline_canary)
     read = {(*canary.prompt, *canary.tokens) for canary in canaries}
     read |= {(*answer.prompt, *answer.tokens) for answer in served.texts}
@@ -136,7 +137,7 @@ def scorer_by_layers(run: Run, served: RunFigures, in_use: Sequence[ServedInUse]
 
 
 def within_padding(answers: Sequence[ServedInUse]) -> tuple[ServedInUse, ...]:
-    """The answers with the shortest contexts: as many as take `PADDED_TOKENS` if all are padded to the
+    """Return the answers with the shortest contexts: as many as take `PADDED_TOKENS` if all are padded to the
     longest.
     """
     shortest = sorted(answers, key=lambda answer: answer.context)

@@ -1,7 +1,7 @@
 """Finds the dtype that a CPU multiplies faster, bfloat16 or float32: many CPUs have no bfloat16 arithmetic
 and emulate it.
 
-A baseline that runs in the slower one would be beaten by its dtype, not by the artifact.
+A baseline that runs in the slower dtype would be beaten by its dtype, not by the artifact.
 """
 
 import math
@@ -25,7 +25,7 @@ MOST_SIDE = 2048
 
 
 def baseline_dtype(baseline: Checkpoint, options: EngineOptions, rows: Sequence[int]) -> str:
-    """The dtype that the baseline is to run in; `options.dtype` unless that leaves a CPU the choice.
+    """Return the dtype that the baseline is to run in; `options.dtype` unless that leaves a CPU the choice.
 
     rows: the numbers of rows of the timed products: the Ms, and the tokens of a prompt
     """
@@ -40,7 +40,9 @@ def baseline_dtype(baseline: Checkpoint, options: EngineOptions, rows: Sequence[
 
 
 def faster_dtype(n: int, k: int, rows: Sequence[int]) -> str:
-    """`bfloat16`, or `float32` if this CPU's products y [rows, N] = x [rows, K] · Wᵀ are faster in it."""
+    """Return `bfloat16`, or `float32` if this CPU's products y [rows, N] = x [rows, K] · Wᵀ are faster in
+    it.
+    """
     threads = torch.get_num_threads()
     # One thread is seldom kept waiting by whatever else runs, and tells as much about the arithmetic.
     torch.set_num_threads(1)
@@ -53,7 +55,9 @@ def faster_dtype(n: int, k: int, rows: Sequence[int]) -> str:
 
 
 def _seconds(weight: Tensor, x: Tensor) -> tuple[float, float]:
-    """The product's least time in bfloat16 and in float32, in turn, so that a busy moment meets both."""
+    """Return the product's least time in bfloat16 and in float32, in turn, so that a busy moment meets
+    both.
+    """
     operands = [(x.to(dtype), weight.to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
     least = [math.inf, math.inf]
     ends, repeats = time.perf_counter() + SECONDS_A_PRODUCT, 0

@@ -1,4 +1,4 @@
-"""Why an artifact is slow at some M: from its layout plan or one measured now, and from its KV format."""
+"""Why an artifact is slow at some M: from its layout plan or a plan measured now, and from its KV format."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,7 +18,9 @@ from .run import Run
 
 
 def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], str]:
-    """Explains a slow M from the artifact's plan, or from one measured now if the plan does not cover it."""
+    """Explains a slow M from the artifact's plan, or from a plan measured now if the artifact's does not
+    cover M.
+    """
     recorded = run.manifest.layout_plan if run.manifest else None
     kv_format = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
 
@@ -41,7 +43,9 @@ def explainer(run: Run, used: Mapping[str, str]) -> Callable[[int], str]:
 
 
 def _time_kv(run: Run, kv_format: str, m: int) -> KVMeasurement | None:
-    """The artifact's KV format at M and at the workload's contexts; None if memory does not hold that."""
+    """Return the artifact's KV format at M and at the workload's contexts; None if memory does not hold
+    that.
+    """
     device = torch.device(run.options.device)
     layers = attention_layers_of(run.artifact, resolve_dtype(run.options.dtype), device)
     context = run.workload.input_len + run.workload.output_len

@@ -1,7 +1,8 @@
 """The parts of a verdict measured in this process: quality, the files, and the likelihood of the servers'
 answers.
 
-It imports the libraries of models, which takes seconds: `measure.py` imports it while the servers start.
+This module imports the libraries of models, which takes seconds: `measure.py` imports it while the servers
+start.
 """
 
 from dataclasses import dataclass, replace
@@ -116,8 +117,8 @@ def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
 
 
 def _other_readers(run: Run, text: HeldOutText, models: Models | None) -> ReaderFigures:
-    """How other readers read the files: checked on the files and, if the models are in memory, by others'
-    logits.
+    """Return how other readers read the files: checked on the files and, if the models are in memory, by
+    other readers' logits.
     """
     elsewhere = read_elsewhere(run, None if models is None else models.ours.model, text.windows[0])
     return ReaderFigures(misreadings(run.artifact), elsewhere)

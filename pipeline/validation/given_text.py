@@ -1,7 +1,8 @@
-"""The text that a user gives to be measured besides Scalegate's own, and the least that it must have.
+"""The text that a user gives to be measured besides Scalegate's own, and the least that such a text must
+have.
 
-It is refused rather than called exploratory: a user who gives a text wants it measured, and learns at once
-what is wrong with it, not at the end.
+A text that falls short is refused rather than called exploratory: a user who gives a text wants it measured,
+and learns at once what is wrong with it, not at the end.
 """
 
 from pathlib import Path
@@ -27,7 +28,7 @@ INT4 and NVFP4 artifacts is 1% to 3% of the entropy, so on less than this many a
 def read_given(
     path: Path, artifact: Checkpoint, baseline: Checkpoint, tokens: int, window: int, prompt: int
 ) -> HeldOutText:
-    """As `read_held_out`. UserError if the text is too short, or repeats itself."""
+    """As `read_held_out`. Raise UserError if the text is too short, or repeats itself."""
     text = read_held_out(path, artifact, baseline, tokens, window, prompt)
     predicted = sum(len(window) - 1 for window in text.windows)
     if predicted < LEAST_TOKENS:
@@ -43,7 +44,7 @@ def read_given(
 
 
 def require_doubt(path: Path, figures: Comparison) -> None:
-    """UserError if the baseline is so sure of the text that no artifact could differ from it."""
+    """Raise UserError if the baseline is so sure of the text that no artifact could differ from it."""
     entropy = figures.baseline_entropy
     if entropy is not None and entropy < LEAST_ENTROPY:
         found = f"{entropy:.3f} nats of entropy in the baseline's predictions"

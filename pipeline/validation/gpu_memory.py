@@ -1,6 +1,6 @@
 """The share of a GPU for each server of a validation, and whether all fit there at the same time.
 
-Both are computed from the sizes of the weights and of the load; nothing is started here.
+Shares and fit are computed from the sizes of the weights and of the load; nothing is started here.
 """
 
 import math
@@ -72,7 +72,7 @@ class MemoryPlan:
 def plan_memory(
     sides: Sequence[Side], placement: Placement, mem_info: MemInfo = torch.cuda.mem_get_info
 ) -> MemoryPlan:
-    """UserError if a server would not fit even by itself."""
+    """Raise UserError if a server would not fit even by itself."""
     least, asked, taken = {}, {}, dict[int, float]()
     grants: dict[str, MemoryGrant | None] = {}
     memory = {device: mem_info(device) for side in sides for device in side.devices}
@@ -115,7 +115,7 @@ def _shortage(
     least: Mapping[str, float],
     memory: Mapping[int, tuple[int, int]],
 ) -> str:
-    """The memory that the servers need of the first GPU if they do not fit, and what to change."""
+    """Return the memory that the servers need of the first GPU if they do not fit, and what to change."""
     for device, (free, _) in memory.items():
         there = [side for side in sides if device in side.devices]
         wanted, offered = math.fsum(least[side.name] for side in there), SHARE_OF_FREE * free
@@ -135,7 +135,9 @@ def _shortage(
 
 
 def served_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the weights in our own server: as in the files, but 16 bits per weight if it unpacks them."""
+    """Return the bytes of the weights in our own server: as in the files, but 16 bits per weight if the
+    server unpacks them.
+    """
     stored = stored_weights(checkpoint).values()
     unpacked = {name for weight in stored if not weight.is_quantized for name in weight.tensors}
     unpacked |= {name for name, info in checkpoint.tensors.items() if isinstance(info, DecodedTensor)}
@@ -146,7 +148,9 @@ def served_bytes(checkpoint: Checkpoint) -> int:
 
 
 def needed_bytes(side: Side, placement: Placement) -> float:
-    """Bytes on each of its GPUs for its weights, the keys and values of the load, and everything else."""
+    """Return the bytes on each of a side's GPUs for its weights, the keys and values of the load, and
+    everything else.
+    """
     return _needed_bytes(side, placement, kv_cache_bytes(side, placement))
 
 
@@ -158,8 +162,8 @@ def _needed_bytes(side: Side, placement: Placement, stored: float) -> float:
 
 
 def kv_cache_bytes(side: Side, placement: Placement) -> float:
-    """Bytes on each of its GPUs for the keys and values of the load, in the format in which they are
-    stored, and for the states of recurrent layers.
+    """Return the bytes on each of a side's GPUs for the keys and values of the load, in the format in which
+    they are stored, and for the states of recurrent layers.
     """
     if engine_named(side.engine).packs_with_layouts:
         return own_pool_bytes(side)
@@ -175,7 +179,7 @@ def kv_cache_bytes(side: Side, placement: Placement) -> float:
 
 
 def _layers_with_states(checkpoint: Checkpoint) -> "ServedLayers | None":
-    """What its layers keep; None if none of them is recurrent, or if that is not known."""
+    """Return what the checkpoint's layers keep; None if no layer is recurrent, or if that is not known."""
     # Imports transformers, which only planning needs.
     from ..model_loader.attention_shapes import layers_with_states_of
 
@@ -187,7 +191,9 @@ def _layers_with_states(checkpoint: Checkpoint) -> "ServedLayers | None":
 
 
 def own_pool_bytes(side: Side) -> int:
-    """Bytes of our own server's pool: its pages, and the states and all else that requests keep besides."""
+    """Return the bytes of our own server's pool: its pages, and the states and all else that requests keep
+    besides.
+    """
     # They import transformers, which only planning needs.
     from ...serving_check.engine.kv_pool import stored_bytes
     from ..model_loader.attention_shapes import served_layers_of
@@ -204,7 +210,9 @@ def own_pool_bytes(side: Side) -> int:
 
 
 def _share_of_16_bits(kv_cache_dtype: str) -> float:
-    """Bytes of a token in that format divided by those of an unquantized one, with heads of 128 numbers."""
+    """Return the bytes of a token in that format divided by those of an unquantized token, with heads of 128
+    numbers.
+    """
     if kv_cache_dtype in (AUTO, UNQUANTIZED):
         return 1.0
     shape = KVShape(heads=1, key_dim=128, value_dim=128, dtype=torch.bfloat16, query_heads=1)
@@ -215,7 +223,9 @@ def _share_of_16_bits(kv_cache_dtype: str) -> float:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """Bytes of all layers in 16 bits; multi-head latent attention stores one short row instead of both."""
+    """Return the bytes of all layers in 16 bits; multi-head latent attention stores one short row instead of
+    both keys and values.
+    """
     config = config.get("text_config") or config
     layers = int(config.get("num_hidden_layers") or 0)
     if config.get("kv_lora_rank"):
@@ -226,7 +236,9 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
 
 
 def kv_heads(config: Mapping[str, Any]) -> int:
-    """Into how many parts tensor parallelism cuts keys and values at most; a latent row stays whole."""
+    """Return into how many parts tensor parallelism cuts keys and values at most; a latent row stays
+    whole.
+    """
     config = config.get("text_config") or config
     if config.get("kv_lora_rank"):
         return 1
@@ -234,7 +246,7 @@ def kv_heads(config: Mapping[str, Any]) -> int:
 
 
 def _asked(side: Side, placement: Placement) -> float | None:
-    """The share of memory that the user sets with the engine's own option."""
+    """Return the share of memory that the user sets with the engine's own option."""
     option = engine_named(side.engine).memory_option
     value = None if option is None else placement.value_of(option, side.name)
     if value is None:

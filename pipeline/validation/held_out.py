@@ -53,12 +53,14 @@ class HeldOutText:
 
     @property
     def end_token(self) -> int | None:
-        """The tokenizer's end-of-sequence token; None if it has none."""
+        """Return the tokenizer's end-of-sequence token; None if it has none."""
         return self.tokenizer.eos_token_id
 
     @property
     def conversations(self) -> Conversations | None:
-        """The function that turns conversations into tokens; None if no chat template renders plain ones."""
+        """Return the function that turns conversations into tokens; None if no chat template renders plain
+        ones.
+        """
         if not self.tokenizer.chat_template:
             return None
         refused = {roles: error for roles in (*TURNS, *WITH_SYSTEM) if (error := self._refusal(roles))}
@@ -70,7 +72,9 @@ class HeldOutText:
         return Conversations(self._decode, self._chat, taken)
 
     def _refusal(self, roles: Sequence[str]) -> Exception | None:
-        """The error that the chat template raises for messages of these roles; None if it accepts them."""
+        """Return the error that the chat template raises for messages of these roles; None if it accepts
+        them.
+        """
         try:
             self._chat([(role, "text") for role in roles])
         except Exception as error:  # templates raise what they like
@@ -97,7 +101,7 @@ def read_held_out(
     prompt: int = 0,
     without: Collection[str] = (),
 ) -> HeldOutText:
-    """Windows of `window` tokens of `path`, or of the text that ships with Scalegate.
+    """Read windows of `window` tokens of `path`, or of the text that ships with Scalegate.
 
     At most `tokens` are predicted, with equal numbers for the domains as far as the text allows.
     Long windows go on from one document of a domain to the next, so that all are full.
@@ -139,8 +143,8 @@ def read_held_out(
 
 
 def _windows(tokenizer: Any, documents: Sequence[Document], length: int) -> dict[str, list[Iterator[Tensor]]]:
-    """For each domain, the windows of each document, int64 [<= length]; the documents are joined first if
-    windows are long.
+    """Return, for each domain, the windows of each document, int64 [<= length]; the documents are joined
+    first if windows are long.
     """
     by_domain: dict[str, list[str]] = {}
     for document in documents:
@@ -160,15 +164,17 @@ def _windows(tokenizer: Any, documents: Sequence[Document], length: int) -> dict
 
 
 def _windows_of(tokenizer: Any, text: str, length: int) -> Iterator[Tensor]:
-    """Consecutive windows that do not overlap. The first token of each is not predicted."""
+    """Yield consecutive windows that do not overlap. The first token of each window is not predicted."""
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
     yield from (window for window in ids.split(length) if len(window) >= 2)
 
 
 def _spread(windows: Mapping[str, Sequence[Iterator[Tensor]]], predictions: int) -> list[tuple[str, Tensor]]:
-    """At most `predictions` tokens after the windows' first ones, in the order of domains and documents.
+    """Return at most `predictions` tokens after the windows' first ones, in the order of domains and
+    documents.
 
-    The next window is of the domain, and in it of the document, that has given the fewest tokens so far.
+    The next window is of the domain, and in the domain of the document, that has given the fewest tokens so
+    far.
     """
     documents = {
         domain: [(0, position, each) for position, each in enumerate(of_domain)]
@@ -194,7 +200,7 @@ def _spread(windows: Mapping[str, Sequence[Iterator[Tensor]]], predictions: int)
 
 
 def window_for(artifact: Checkpoint, baseline: Checkpoint, kv_format: str, tokens: int) -> int:
-    """Tokens of a window that quality is measured on.
+    """Return the tokens of a window that quality is measured on.
 
     Windows are long for quantized keys, and longer if either config changes the computation from some
     position on (a stretched rope, a sliding window): then they reach beyond that position, within the context

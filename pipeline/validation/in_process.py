@@ -84,7 +84,9 @@ def load_models(artifact: Checkpoint, baseline: Checkpoint, options: LoadOptions
 def figures_of(
     models: Models, text: HeldOutText, options: LoadOptions, given: HeldOutText | None = None
 ) -> InProcessFigures:
-    """Record their layers, and compare their predictions on the text, and on the given text by itself."""
+    """Record the models' layers, and compare the models' predictions on the text, and on the given text by
+    itself.
+    """
     ours, theirs = models.ours, models.theirs
     loaded, baseline_loaded = _describe(ours), _describe(theirs)
     refuse_other_vocabulary(ours.checkpoint, loaded, theirs.checkpoint, baseline_loaded)
@@ -112,8 +114,8 @@ def compare_texts(
     second_half: bool = False,
     batch: int = 1,
 ) -> tuple[Comparison, dict[str, Comparison], Comparison | None]:
-    """The comparison on all of the text, on each of its domains if there are several, and on the given text
-    by itself.
+    """Return the comparison on all of the text, on each of its domains if there are several, and on the given
+    text by itself.
     """
     whole, by_domain = compare_domains(
         model, baseline, text.windows, text.domains, progress, second_half, batch
@@ -141,7 +143,7 @@ class TextScorer:
         self._artifact, self._baseline = artifact, baseline
 
     def baseline_nats(self, prompt: Sequence[int], continuation: Sequence[int]) -> float:
-        """Mean nats per token under the baseline."""
+        """Return the mean nats per token under the baseline."""
         return continuation_nats(self._baseline, prompt, continuation)
 
     def __call__(self, served: ServedText) -> TextScore:
@@ -158,7 +160,7 @@ class TextScorer:
         return tuple(map(self._answer_in_use, ordered, _logits_of(self._artifact, ordered)))
 
     def _answer_in_use(self, served: ServedInUse, logits: Tensor) -> AnswerInUse:
-        """The scored answer. logits: the artifact's logits [tokens, V]"""
+        """Return the scored answer. logits: the artifact's logits [tokens, V]"""
         logits = _as_asked(logits, served)
         draws, baseline_off = None, 0
         if served.kind == "sampled":
@@ -188,7 +190,9 @@ class TextScorer:
 
 
 def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> tuple[float, float]:
-    """The difference of the log-probabilities in nats, mean and largest; infinite if any is missing."""
+    """Return the difference of the log-probabilities in nats, mean and largest; infinite if any is
+    missing.
+    """
     if len(told) != len(expected):
         return math.inf, math.inf
     pairs = zip(told, expected, strict=True)
@@ -197,10 +201,12 @@ def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> t
 
 
 def alternatives_error(told: Sequence[TopLogprobs], logits: Tensor) -> float | None:
-    """The mean difference in nats of the told log-probabilities of the most likely tokens; None without any.
+    """Return the mean difference in nats of the told log-probabilities of the most likely tokens; None
+    without any.
 
-    Each is compared with that of the token that it is said to be of, and with the one of its rank. The larger
-    difference counts: tokens may be wrong with their own log-probabilities, or right with others'.
+    Each told log-probability is compared with that of the token that it is said to be of, and with the one of
+    its rank. The larger difference counts: tokens may be wrong with their own log-probabilities, or right
+    with another token's.
 
     logits: [tokens, V]
     """
@@ -220,8 +226,8 @@ def alternatives_error(told: Sequence[TopLogprobs], logits: Tensor) -> float | N
 
 
 def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
-    """The logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
-    together, because they are read token by token.
+    """Return the logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
+    together, because answers are read token by token.
     """
     texts = [(answer.prompt, answer.tokens) for answer in served]
     if isinstance(model, StoredKVModel):
@@ -230,7 +236,9 @@ def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tens
 
 
 def _as_asked(logits: Tensor, served: ServedInUse) -> Tensor:
-    """The logits in fp32, without a token that could not be chosen, and with the penalties and the bias."""
+    """Return the logits in fp32, without a token that could not be chosen, and with the penalties and the
+    bias.
+    """
     if served.end_token is not None:
         return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
     if served.adjustments is not None:
@@ -239,7 +247,7 @@ def _as_asked(logits: Tensor, served: ServedInUse) -> Tensor:
 
 
 def _adjusted(logits: Tensor, tokens: Sequence[int], adjustments: Adjustments) -> Tensor:
-    """Changes `logits` [tokens, V]: each row by the tokens before it."""
+    """Change `logits` [tokens, V]: each row by the tokens before it."""
     for token, bias in adjustments.bias:
         logits[:, token] += bias
     seen: set[int] = set()
@@ -276,7 +284,7 @@ def _load(
 
 
 def _as_served(loaded: LoadedModel, options: LoadOptions, longest: int, batch: int = 1) -> nn.Module:
-    """The model with its keys and values as they are stored while it serves."""
+    """Return the model with its keys and values as they are stored while it serves."""
     kv_cache = kv_cache_of(loaded.checkpoint, options.engine.kv_cache_dtype)
     if kv_cache.kv_format == UNQUANTIZED:
         return loaded.model
@@ -294,7 +302,7 @@ def _describe(loaded: LoadedModel) -> ModelFigures:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and packed weights; shared ones count once."""
+    """Return the bytes of all parameters and packed weights; shared ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     # oneDNN's own order of bytes has no storage that can be pointed at.
     return sum(
@@ -306,7 +314,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """[N, K] of every linear layer by its own name, merged or not; [E, N, K] of a layer's experts."""
+    """Return [N, K] of every linear layer by its own name, merged or not; [E, N, K] of a layer's experts."""
     shapes: dict[str, tuple[int, ...]] = {}
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
 """The domains of the held-out text that a baseline can predict: the others say nothing about an artifact.
 
-A model that was trained on code alone guesses in prose. In such a domain its most likely token is chance, and
-changes with every rounding. Nobody serves such text with it either.
+A model that was trained on code alone guesses in prose. In such a domain the model's most likely token is
+chance, and changes with every rounding. Nobody serves such text with such a model either.
 """
 
 import math
@@ -29,9 +29,9 @@ def read_known(
     window: int = WINDOW,
     prompt: int = 0,
 ) -> HeldOutText:
-    """Like `read_held_out` of Scalegate's own text, but with only the domains that `model` predicts.
+    """Read like `read_held_out` of Scalegate's own text, but with only the domains that `model` predicts.
 
-    All domains if it predicts none.
+    All domains are read if the model predicts none.
     """
     foreign = foreign_domains(model, read_held_out(None, artifact, baseline, PROBED))
     text = read_held_out(None, artifact, baseline, tokens, window, prompt, foreign)
@@ -39,7 +39,7 @@ def read_known(
 
 
 def without_foreign(model: nn.Module, text: HeldOutText) -> HeldOutText:
-    """The windows of the domains that `model` predicts, if all of the text has been read already."""
+    """Return the windows of the domains that `model` predicts, if all of the text has been read already."""
     foreign = foreign_domains(model, text)
     kept = [index for index, domain in enumerate(text.domains) if domain not in foreign]
     windows, domains = [text.windows[index] for index in kept], [text.domains[index] for index in kept]
@@ -47,8 +47,8 @@ def without_foreign(model: nn.Module, text: HeldOutText) -> HeldOutText:
 
 
 def foreign_domains(model: nn.Module, text: HeldOutText) -> dict[str, float]:
-    """The domains that `model` cannot predict, with the bits per byte that it needs; empty if these are all
-    domains.
+    """Return the domains that `model` cannot predict, with the bits per byte that it needs; empty if these
+    are all domains.
     """
     bits = bits_a_byte(model, text)
     foreign = {domain: value for domain, value in bits.items() if value > MOST_BITS}
@@ -56,7 +56,7 @@ def foreign_domains(model: nn.Module, text: HeldOutText) -> dict[str, float]:
 
 
 def bits_a_byte(model: nn.Module, text: HeldOutText) -> dict[str, float]:
-    """For each domain, the bits that `model` needs on average for a byte of UTF-8."""
+    """Return, for each domain, the bits that `model` needs on average for a byte of UTF-8."""
     needed: dict[str, float] = dict.fromkeys(text.domains, 0.0)
     size = dict.fromkeys(text.domains, 0)
     for domain, window in zip(text.domains, text.windows, strict=True):

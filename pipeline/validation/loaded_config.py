@@ -1,4 +1,5 @@
-"""Both models' configs as their readers load them: defaults filled in, old spellings and new ones met.
+"""Both models' configs as their readers load them: defaults are filled in, and old and new spellings are
+equal.
 
 transformers turns a config.json into a config object of the model's type; vLLM starts from the same object. A
 key with its default value is no difference. A key that only one side has is no difference either, unless its
@@ -37,17 +38,17 @@ DTYPES = ("dtype", "torch_dtype")
 
 
 def loaded_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config as transformers loads it, without the keys that may differ; sections of a model's parts
-    included.
+    """Return the config as transformers loads it, without the keys that may differ; sections of a model's
+    parts included.
     """
     written = dict(checkpoint.config)
     return _plain(_as_transformers_loads(CONFIG_MAPPING[checkpoint.model_type], written) or written)
 
 
 def contradictions(config: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Keys of a config.json that contradict each other: readers use one or the other.
+    """Yield keys of a config.json that contradict each other: readers use one or the other.
 
-    Each in a few words: `rope_theta is 10000.0 and in rope_parameters 1000000.0`.
+    Each contradiction is told in a few words: `rope_theta is 10000.0 and in rope_parameters 1000000.0`.
     """
     sections = [config.get(name) for name in ROPE_SECTIONS]
     bases = {name: config[name] for name in ROPE_BASES if isinstance(config.get(name), int | float)}
@@ -69,10 +70,10 @@ def contradictions(config: Mapping[str, Any], where: str = "") -> Iterator[str]:
 
 
 def changes_beyond(config: Mapping[str, Any]) -> list[int]:
-    """Positions from which on the config makes a model compute otherwise than before, smallest first.
+    """Return positions from which on the config makes a model compute otherwise than before, smallest first.
 
-    The end of the context that it was first trained on (`original_max_position_embeddings`), a sliding
-    window, a chunk of local attention.
+    Such positions are the end of the context that the model was first trained on
+    (`original_max_position_embeddings`), a sliding window, a chunk of local attention.
     """
     found = set()
     for section in (config, config.get("text_config") or {}):
@@ -96,7 +97,9 @@ def _positive(value: Any) -> list[int]:
 
 
 def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str, Any] | None:
-    """The config as transformers loads it; None if it cannot, which is reported when the model is loaded."""
+    """Return the config as transformers loads it; None if it cannot, which is reported when the model is
+    loaded.
+    """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -111,7 +114,7 @@ def _as_transformers_loads(kind: type[Any], written: dict[str, Any]) -> dict[str
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The compared keys: without keys that may differ, with values as in JSON."""
+    """Return the compared keys: without keys that may differ, with values as in JSON."""
     found = {}
     for name, value in config.items():
         if name in MAY_DIFFER or value is None:

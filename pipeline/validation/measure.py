@@ -55,7 +55,7 @@ def measure_and_judge(run: Run) -> Verdict:
 def _evidence(
     run: Run, results: "Results[Findings, Scores]", artifact_as_here: bool, baseline_as_here: bool
 ) -> Evidence:
-    """All figures that checks are made from.
+    """Return all figures that checks are made from.
 
     artifact_as_here, baseline_as_here: whether that side's server packs its layers as this process does
     """
@@ -97,7 +97,7 @@ def _evidence(
 
 
 def _in_use(served: RunFigures, scores: "Scores") -> FiguresInUse | None:
-    """The load as in use, with the scores of its answers."""
+    """Return the load as in use, with the scores of its answers."""
     return None if served.in_use is None else replace(served.in_use.figures, answers=scores.in_use)
 
 
@@ -182,8 +182,8 @@ def _score(run: Run, findings: "Findings", served: RunFigures) -> "Scores":
 
 
 def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> ModelFigures:
-    """The model that the server of `checkpoint` must hold: the one that this process loaded, or, on another
-    device, the same weights.
+    """Return the model that the server of `checkpoint` must hold: the one that this process loaded, or, on
+    another device, the same weights.
 
     as_here: our own server, whoever started it, on the same model of device as here
     """
@@ -195,7 +195,7 @@ def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> M
 
 
 def _kv_format(engine: str, checkpoint: Checkpoint, options: EngineOptions) -> str | None:
-    """The KV format in which keys and values are served; None for an engine without our KV formats."""
+    """Return the KV format in which keys and values are served; None for an engine without our KV formats."""
     if not engine_named(engine).packs_with_layouts:
         return None
     return kv_cache_of(checkpoint, options.kv_cache_dtype).kv_format

@@ -1,6 +1,7 @@
 """The options of `validate` beside the workload, the bounds and the engine's options; `release` has the same.
 
-Plain data; it also builds the workload and the bounds. `run.py` applies them to a run.
+The options are plain data, which also builds the workload and the bounds. `run.py` applies the options to a
+run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ def _other_readers() -> Iterable[str]:
 
 
 def _require_reader(reader: str) -> None:
-    """UserError if the reader is unknown, or not installed."""
+    """Raise UserError if the reader is unknown, or not installed."""
     if reader in (TRANSFORMERS, NO_OTHER_READER):
         return
     engine = find_engine(reader)
@@ -45,7 +46,7 @@ def _require_reader(reader: str) -> None:
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """UserError if a value is not allowed."""
+    """Raise UserError if a value is not allowed."""
 
     baseline: str | None = option(
         None,
@@ -108,16 +109,16 @@ class ValidateOptions:
 
     @property
     def engine_of_baseline(self) -> str:
-        """The engine of the baseline: as given, or else the artifact's, or our own if that is a running
-        server."""
+        """Return the engine of the baseline: as given, or else the artifact's, or our own if the artifact's
+        is a running server."""
         return self.baseline_engine or (self.engine if engine_named(self.engine).starts else DEFAULT_ENGINE)
 
 
 def asked_workload(
     given: Mapping[str, Any], input_len: int, seed: int, profile: str | None = None
 ) -> WorkloadSettings:
-    """The workload from the given options, with defaults that depend on the prompts' length. Ms between the
-    given ones are drawn; exploratory runs turn this off.
+    """Return the workload from the given options, with defaults that depend on the prompts' length. Ms
+    between the given ones are drawn; exploratory runs turn this off.
 
     input_len, seed, profile: the values to use unless they are given
     """
@@ -128,5 +129,5 @@ def asked_workload(
 
 
 def asked_bounds(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> Bounds:
-    """The recipe's bounds, replaced by the ones that are given."""
+    """Return the recipe's bounds, replaced by the bounds that were given."""
     return replace(Bounds.from_recipe(recipe), **given_of(Bounds, given))

@@ -1,7 +1,7 @@
 """How other readers would read an artifact's files: what they would refuse, skip or read differently.
 
 The readers on the card (transformers, vLLM, SGLang, TensorRT-LLM) read the same files by their own rules: one
-reads every safetensors file of a folder, another only those that the index names; one reads
+reader reads every safetensors file of a folder, another only those that the index names; one reads
 `hf_quant_config.json`, another the section in config.json. This file has the checks that need only the files.
 """
 
@@ -18,7 +18,9 @@ from .loaded_config import contradictions
 
 
 def misreadings(artifact: Checkpoint) -> tuple[str, ...]:
-    """Each problem with its file and field, in the order of files. UserError if a file cannot be read."""
+    """Return each problem with its file and field, in the order of files. Raise UserError if a file cannot be
+    read.
+    """
     return tuple(_all(artifact))
 
 
@@ -39,7 +41,7 @@ def _all(artifact: Checkpoint) -> Iterator[str]:
 
 
 def _beside(section: Mapping[str, Any], sidecar: Mapping[str, Any]) -> Iterator[str]:
-    """Contradictions between ModelOpt's older file and the section in config.json."""
+    """Yield contradictions between ModelOpt's older file and the section in config.json."""
     older = sidecar.get("quantization")
     if not isinstance(older, Mapping):
         yield f"{SIDECAR}: quantization should be a JSON object"

@@ -1,4 +1,5 @@
-"""The checkpoint that an artifact must be faster than: given by the user, or made by the recipe's own rival.
+"""The checkpoint that an artifact must be faster than: it is given by the user, or made by the recipe's own
+rival.
 
 Opens the rival and checks that a comparison makes sense; `serving_check/gate/interleaving.py` measures it.
 """
@@ -18,9 +19,9 @@ ALIKE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 def open_rival(
     artifact: Checkpoint, manifest: Artifact | None, given: str | None, revision: str | None = None
 ) -> Checkpoint | None:
-    """The given rival, or the one that the artifact's recipe names; None if there is neither.
+    """Return the given rival, or the rival that the artifact's recipe names; None if there is neither.
 
-    Raises UserError if it cannot be opened, is the artifact itself, or is of another model.
+    Raises UserError if the rival cannot be opened, is the artifact itself, or is of another model.
     """
     if given is None:
         named = (manifest.recipe.get("rival") if manifest else None) or None
@@ -47,7 +48,7 @@ def describe_rival(rival: Checkpoint) -> Subject:
 
 
 def rival_folder(work: Path, source: str, recipe: str) -> Path:
-    """The folder beside the artifact for the rival that `release` makes from `source` by `recipe`."""
+    """Return the folder beside the artifact for the rival that `release` makes from `source` by `recipe`."""
     return work / f"{Path(source).name}-{Path(recipe).stem}"
 
 

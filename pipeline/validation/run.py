@@ -55,7 +55,7 @@ class Run:
 
     @property
     def served_options(self) -> EngineOptions:
-        """The options of the artifact's server."""
+        """Return the options of the artifact's server."""
         return artifact_options(self.options, self.manifest)
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def text_name(self) -> str | None:
-        """The name of the held-out text, if one was given."""
+        """Return the name of the held-out text, if one was given."""
         return None if self.asked.text is None else self.asked.text.name
 
     @property
@@ -86,9 +86,10 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command that repeats this run; every setting is spelled out, so that no default can change it.
+        """Return the command that repeats this run; every setting is spelled out, so that no default can
+        change it.
 
-        It is published with the verdict, so folders and files are in it by name only.
+        The command is published with the verdict, so it has folders and files by name only.
         """
         public = replace(
             self.asked,
@@ -116,7 +117,7 @@ class Run:
 
 
 def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
-    """UserError if the model's context is shorter than the workload's requests."""
+    """Raise UserError if the model's context is shorter than the workload's requests."""
     context, needed = checkpoint.context, longest_request(workload)
     if context is not None and needed > context:
         raise UserError(
@@ -126,21 +127,21 @@ def require_context(checkpoint: Checkpoint, workload: WorkloadSettings) -> None:
 
 
 def weaker_than_policy(run: Run) -> list[str]:
-    """Why the result cannot be published, as far as that is known before anything is measured."""
+    """Return why the result cannot be published, as far as that is known before anything is measured."""
     kv_cache_dtype = kv_cache_of(run.artifact, run.options.kv_cache_dtype).kv_format
     return weaker_settings(run.workload, run.bounds, run.asked.quality_tokens, run.declared, kv_cache_dtype)
 
 
 def say_exploratory(run: Run) -> None:
-    """Warn, before hours of work, that the result will not be published; not if there is no manifest, since
-    then nothing is to be published.
+    """Warn, before hours of work, that the result will not be published; without a manifest there is no
+    warning, since then nothing is to be published.
     """
     for line in first_lines(weaker_than_policy(run), {}) if run.manifest and run.progress else []:
         logger.warning(line)
 
 
 def outlook(run: Run) -> str:
-    """The steps of the run, before any of them has begun."""
+    """Return the steps of the run, before any of the steps has begun."""
     workload = run.workload
     least = sum(workload.measured_ms) * workload.waves * LOOKS[0]
     text = (

@@ -1,7 +1,7 @@
 """The servers of a validation: their options, and the record of these in the verdict.
 
-Starts nothing; each engine (`serving_check/adapters/`) starts its own server. Sizes that were not given
-follow from the workload, the same on both sides.
+Nothing is started here: each engine (`serving_check/adapters/`) starts its own server. Sizes that were not
+given follow from the workload, the same on both sides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +52,9 @@ def sized_options(
     longest_task: int = 0,
     context: int | None = None,
 ) -> EngineOptions:
-    """The options that are given, and the sizes that the workload, or a task's longest prompt, needs.
+    """Return the options that are given, and the sizes that the workload, or a task's longest prompt, needs.
 
-    UserError if the servers' context would be too short for the workload.
+    Raise UserError if the servers' context would be too short for the workload.
 
     context: the longest request that the models accept, in tokens, if known; the workload fits in it
     """
@@ -79,8 +79,8 @@ def with_long_contexts(
     context: int | None = None,
     profile: str | None = None,
 ) -> EngineOptions:
-    """`options` with room for the longest request of the load as in use, or of a profile of loads, beside
-    the others, unless sizes are given.
+    """Return `options` with room for the longest request of the load as in use, or of a profile of loads,
+    beside the others, unless sizes are given.
 
     context: the longest request that the models accept, in tokens, if known
     """
@@ -103,17 +103,19 @@ def with_recorded_contexts(
     recorded: Mapping[str, Any],
     profile: str | None = None,
 ) -> EngineOptions:
-    """`options` as a recorded run had them: with room for a load as in use if it had that."""
+    """Return `options` as a recorded run had them: with room for a load as in use if the run had such a
+    load.
+    """
     length = recorded.get("max_model_len")
     return with_long_contexts(options, given, length, profile) if isinstance(length, int) else options
 
 
 def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:
-    """With prefill chunks large enough that, for long prompts, prefill of all M requests ends within a
-    quarter of an answer's steps. Otherwise the first requests end before the last begin to decode, and M
-    never decode together.
+    """Return options with prefill chunks large enough that, for long prompts, prefill of all M requests ends
+    within a quarter of an answer's steps. Otherwise the first requests end before the last begin to decode,
+    and M requests never decode together.
 
-    UserError if the largest chunks are not enough for half of it.
+    Raise UserError if the largest chunks are not enough for half of the requests.
 
     longest: the most tokens of a request; None if there is no limit
     """
@@ -140,21 +142,21 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: in
 
 
 def baseline_options(options: EngineOptions) -> EngineOptions:
-    """The baseline's options: the artifact's without those that apply to the artifact only."""
+    """Return the baseline's options: the artifact's without those that apply to the artifact only."""
     untried = EngineOptions()
     return replace(options, **{name: getattr(untried, name) for name in ARTIFACT_ONLY})
 
 
 def artifact_options(options: EngineOptions, manifest: Artifact | None) -> EngineOptions:
-    """The options of the artifact's server: the KV format is named, since other engines cannot read every
-    format from the checkpoint."""
+    """Return the options of the artifact's server: the KV format is named, since other engines cannot read
+    every format from the checkpoint."""
     if manifest is None or manifest.kv_cache == UNQUANTIZED or options.kv_cache_dtype != AUTO:
         return options
     return replace(options, kv_cache_dtype=manifest.kv_cache)
 
 
 def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str) -> None:
-    """UserError if an option was given that applies to no server."""
+    """Raise UserError if an option was given that applies to no server."""
     ours, theirs = engine_named(engine), engine_named(baseline_engine)
     for name, value in given.items():
         reached = ours.options if name in ARTIFACT_ONLY else ours.options | theirs.options
@@ -176,7 +178,7 @@ def refuse_unreached(given: Mapping[str, Any], engine: str, baseline_engine: str
 
 
 def placed(asked: str, placement: Placement) -> str:
-    """The device on which this process loads both models: the first GPU that is named, or `asked`."""
+    """Return the device on which this process loads both models: the first GPU that is named, or `asked`."""
     device = resolve_device(asked)
     if placement.devices is None:
         return device
@@ -188,7 +190,7 @@ def placed(asked: str, placement: Placement) -> str:
 
 
 def gpu_name(index: int) -> str:
-    """The name of a GPU. UserError if there is no such GPU."""
+    """Return the name of a GPU. Raise UserError if there is no such GPU."""
     count = torch.cuda.device_count()
     if index >= count:
         raise UserError(f"there is no GPU {index}: this torch sees {count}; name others with --devices")
@@ -200,7 +202,7 @@ def sides_of(
     placement: Placement,
     name_of: Callable[[int], str] = gpu_name,
 ) -> list[Side]:
-    """The servers with their places. UserError if these are GPUs of different kinds.
+    """Return the servers with their places. Raise UserError if the named GPUs are of different kinds.
 
     wanted: the name, engine, checkpoint and options of each server
     """
@@ -222,9 +224,9 @@ def sides_of(
 
 
 def has_room(sides: Sequence[Side]) -> bool:
-    """Whether all models fit in memory twice at the same time: in this process and in their servers.
+    """Say whether all models fit in memory twice at the same time: in this process and in their servers.
 
-    On a GPU it is always false: memory for this process is not planned there (`gpu_memory.py`).
+    On a GPU the result is always false: memory for this process is not planned there (`gpu_memory.py`).
     """
     if not all(side.options.device.startswith("cpu") for side in sides):
         return False
@@ -234,7 +236,7 @@ def has_room(sides: Sequence[Side]) -> bool:
 
 
 def may_start_at_once(sides: Sequence[Side], plan: MemoryPlan) -> bool:
-    """Whether servers on GPUs leave each other's start alone.
+    """Say whether servers on GPUs leave each other's start alone.
 
     vLLM and SGLang measure the free memory of a GPU while they start, and fail or take too much if that
     changes meanwhile; vLLM does not if it is given its KV cache size in bytes. Our engine keeps to the number
@@ -254,7 +256,7 @@ def _measures(side: Side, plan: MemoryPlan) -> bool:
 
 
 def server_of(job: ServerJob) -> Server:
-    """The server of a job, not yet started; it serves the job's folder unless the engine is a URL."""
+    """Return the server of a job, not yet started; it serves the job's folder unless the engine is a URL."""
     return engine_named(job.engine).server(job)
 
 
@@ -265,10 +267,10 @@ def recorded_options(
     dtype: str,
     placement: Placement = ANYWHERE,
 ) -> dict[str, OptionValue] | None:
-    """The options with which the server of `checkpoint` was started, with `auto` resolved; None if it was not
-    started here.
+    """Return the options with which the server of `checkpoint` was started, with `auto` resolved; None if it
+    was not started here.
 
-    Of the placement, only the options that were given.
+    Of the placement, only the options that were given are included.
 
     dtype: the dtype in which `checkpoint` was loaded
     """
@@ -282,21 +284,21 @@ def recorded_options(
 
 
 def effective_options(options: EngineOptions) -> dict[str, OptionValue]:
-    """Every option with the value that the engine uses on its device, if that is known beforehand."""
+    """Return every option with the value that the engine uses on its device, if that is known beforehand."""
     chunk, while_decoding = options.chunks(options.device.startswith("cuda"))
     return options.to_json() | {"prefill_chunk": chunk, "chunk_while_decoding": while_decoding}
 
 
 def longest_request(workload: WorkloadSettings) -> int:
-    """Tokens of the longest request that is sent, prompt and answer."""
+    """Return the tokens of the longest request that is sent, prompt and answer."""
     return max(workload.input_len + workload.output_len, CANARY_PROMPT + CANARY_LENGTH)
 
 
 def request_tokens(workload: WorkloadSettings) -> int:
-    """The longest request that is sent, rounded up to whole pages."""
+    """Return the longest request that is sent, rounded up to whole pages."""
     return (longest_request(workload) // PAGE + 1) * PAGE
 
 
 def pool_tokens(workload: WorkloadSettings) -> int:
-    """The KV pool of both servers: room for the largest M of such requests."""
+    """Return the KV pool of both servers: room for the largest M of such requests."""
     return max(workload.ms) * request_tokens(workload)

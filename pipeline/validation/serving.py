@@ -1,4 +1,6 @@
-"""The servers of a validation: started together if they fit, else in turns, and stopped in any case."""
+"""The servers of a validation: they are started together if they fit, else in turns, and stopped in any
+case.
+"""
 
 import functools
 import shutil
@@ -71,7 +73,7 @@ class _ServerGroup:
 
     @property
     def started(self) -> list[SubprocessEndpoint]:
-        """The endpoints that were started here."""
+        """Return the endpoints that were started here."""
         return [server for server in self.servers if isinstance(server, SubprocessEndpoint)]
 
     @property
@@ -88,7 +90,7 @@ def serve_sides(
     `look` runs while the servers start if memory allows it, else before. `score` runs while they stop, or
     after that.
 
-    UserError if something else ended a server.
+    Raise UserError if something else ended a server.
     """
     sides = sides_of(_sides_without_places(run), run.placement)
     is_roomy = has_room(sides)
@@ -118,7 +120,7 @@ def serve_sides(
 
 
 def _sides_without_places(run: Run) -> list[tuple[str, str, Checkpoint, EngineOptions]]:
-    """Name, engine, checkpoint and options of each server."""
+    """Return name, engine, checkpoint and options of each server."""
     sides = [
         ("artifact", run.asked.engine, run.artifact, run.served_options),
         ("baseline", run.asked.engine_of_baseline, run.baseline, run.baseline_options),
@@ -194,7 +196,7 @@ def _gate_run(run: Run, text: "HeldOutText") -> GateRun:
 
 
 def _request_source(run: Run, text: "HeldOutText") -> RequestSource:
-    """The sources, besides the text, of requests in a load as in use."""
+    """Return the sources, besides the text, of requests in a load as in use."""
     asked = run.options.max_model_len
     lengths = [asked, run.artifact.context, run.baseline.context]
     known = [length for length in lengths if length is not None]
@@ -213,8 +215,8 @@ def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessE
 
 @contextmanager
 def leaving_cores(servers: int) -> Iterator[None]:
-    """Inside the `with` block, torch leaves one core to each starting server. Threads that wait for a turn
-    on a core take longer together than one thread alone."""
+    """Inside the `with` block, torch leaves one core to each starting server. Threads that wait for a turn on
+    a core take longer together than one thread alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - servers))
     try:
@@ -243,7 +245,7 @@ def _in_turns(
 
 
 def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
-    """UserError if the machine has ended a server, which decides nothing; a server's own crash is a
+    """Raise UserError if the machine has ended a server, which decides nothing; a server's own crash is a
     failure.
     """
     for server in servers:
@@ -252,8 +254,8 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
 
 
 def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:
-    """None if the artifact's server does not claim batch invariance. These requests are allowed to be as late
-    as the gate's other requests.
+    """Return None if the artifact's server does not claim batch invariance. These requests are allowed to be
+    as late as the gate's other requests.
     """
     claim, workload = run.options.batch_invariance, run.workload
     if claim == "tuned":
@@ -265,7 +267,7 @@ def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFig
 
 
 def _task_scores(run: Run, server: Callable[[str], Endpoint]) -> tuple[TaskScore, ...]:
-    """The scores of lm-eval's tasks. They run last, so that the measurements come first.
+    """Return the scores of lm-eval's tasks. The tasks run last, so that the measurements come first.
 
     server: the endpoint of a side's running server
     """

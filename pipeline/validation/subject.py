@@ -16,7 +16,9 @@ from ..records.artifact import Artifact, record_files
 def describe_subject(
     checkpoint: Checkpoint, manifest: Artifact | None, layouts: Mapping[str, str]
 ) -> Subject:
-    """The subject of a verdict. Digests come from the files, or from a manifest that was just checked."""
+    """Return the subject of a verdict. Digests come from the files, or from a manifest that was just
+    checked.
+    """
     files = manifest.files if manifest else record_files(checkpoint.folder)
     described = manifest or Artifact(checkpoint.public_name, checkpoint.revision, {}, {}, files)
     return Subject(
@@ -34,13 +36,13 @@ def describe_subject(
 
 
 def describe_baseline(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> Subject:
-    """A source in FP8, MXFP4, GPTQ and the like counts as the 16-bit weights that it is read as."""
+    """Describe a source: FP8, MXFP4, GPTQ and the like count as the 16-bit weights that they are read as."""
     described, forms = describe_subject(checkpoint, None, layouts), smaller_forms(checkpoint)
     return replace(described, quantization="none", stored_as=", ".join(forms)) if forms else described
 
 
 def smaller_forms(checkpoint: Checkpoint) -> list[str]:
-    """The formats below 16 bits that its weights are dequantized from; empty if any weight is served
+    """Return the formats below 16 bits that its weights are dequantized from; empty if any weight is served
     packed.
     """
     stored = stored_weights(checkpoint).values()
@@ -51,7 +53,7 @@ def smaller_forms(checkpoint: Checkpoint) -> list[str]:
 
 
 def describe_quantization(checkpoint: Checkpoint) -> str:
-    """`compressed-tensors, INT4 g128, zero points`; `none` for a plain checkpoint."""
+    """Return `compressed-tensors, INT4 g128, zero points`; `none` for a plain checkpoint."""
     convention = convention_of(checkpoint)
     formats = {weight.spec.label for weight in stored_weights(checkpoint).values() if weight.is_quantized}
     if checkpoint.quantization_config is None:

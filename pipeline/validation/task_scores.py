@@ -28,23 +28,23 @@ Results = Mapping[str, Any]
 
 
 def require_lm_eval() -> None:
-    """UserError if lm-eval is not installed, so that the user learns it before hours of work."""
+    """Raise UserError if lm-eval is not installed, so that the user learns it before hours of work."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks runs lm-eval, which is not installed; pip install 'lm-eval[api]'")
 
 
 def public_tasks(tasks: str | None) -> str | None:
-    """The tasks as a verdict names them: files by name only."""
+    """Return the tasks as a verdict names them: files by name only."""
     return None if tasks is None else ",".join(Path(task).name for task in tasks.split(","))
 
 
 def task_context(checkpoint: Checkpoint) -> int:
-    """The context that a server needs for tasks: the model's own, within bounds."""
+    """Return the context that a server needs for tasks: the model's own, within bounds."""
     return CONTEXT if checkpoint.context is None else min(checkpoint.context, CONTEXT)
 
 
 def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, concurrent: int) -> Results:
-    """lm-eval's results on one server. UserError with the end of its log if it fails.
+    """lm-eval's results on one server. A failure raises UserError with the end of lm-eval's log.
 
     tokenizer: the checkpoint's folder
     context:   the longest request of the server in tokens, output included
@@ -74,7 +74,7 @@ def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, conc
 
 
 def paired_scores(artifact: Results, baseline: Results) -> tuple[TaskScore, ...]:
-    """Every metric that both have, in lm-eval's order."""
+    """Return every metric that both sides have, in lm-eval's order."""
     scores = []
     for task, figures in artifact["results"].items():
         others = baseline["results"].get(task, {})

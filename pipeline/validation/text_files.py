@@ -1,8 +1,8 @@
 """Compares everything that turns text into tokens and ends an answer with the baseline's; weights are not
 compared here.
 
-Tokenizers and configs are compared as they are loaded, so that two ways to save the same one are equal. Files
-that only some readers use (a vocabulary beside tokenizer.json, a second chat template) are compared by
+Tokenizers and configs are compared as they are loaded, so that two ways to save the same tokenizer are equal.
+Files that only some readers use (a vocabulary beside tokenizer.json, a second chat template) are compared by
 content. `checks/text_files.py` explains the meaning of a difference.
 """
 
@@ -44,8 +44,8 @@ SHOWN_CHARACTERS = 40
 
 
 def compare_text_files(artifact: Checkpoint, baseline: Checkpoint) -> tuple[TextDifference, ...]:
-    """Every part that differs from the baseline's, with the place of the difference. UserError if a file of
-    either cannot be read.
+    """Return every part that differs from the baseline's, with the place of the difference. Raise UserError
+    if a file of either side cannot be read.
     """
     found: list[tuple[str, str | None]] = []
     if not _same_files(artifact, baseline):
@@ -92,7 +92,7 @@ def _tokenizers(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[st
 
 
 def _by_content(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[str, str | None]]:
-    """Files whose content differs between the sides, and such files that only the artifact has."""
+    """Yield files whose content differs between the sides, and such files that only the artifact has."""
     names = dict(PART_OF_FILE)
     for side in (artifact, baseline):
         names |= {f"{TEMPLATES}/{path.name}": "chat_template" for path in (side.folder / TEMPLATES).glob("*")}
@@ -104,8 +104,8 @@ def _by_content(artifact: Checkpoint, baseline: Checkpoint) -> Iterator[tuple[st
 
 
 def _content(checkpoint: Checkpoint, name: str) -> Any:
-    """The content of a file, independent of its spaces and the order of its keys; None if there is no such
-    file.
+    """Return the content of a file, independent of its spaces and the order of its keys; None if there is no
+    such file.
     """
     path = checkpoint.folder / name
     if not path.is_file():
@@ -122,7 +122,7 @@ def _content(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
-    """The `tokenizers` library's own serialization; empty if the tokenizer has none."""
+    """Return the `tokenizers` library's own serialization; empty if the tokenizer has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
@@ -146,14 +146,18 @@ def _sequence(what: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str | No
 
 
 def _template(ours: Any, theirs: Any) -> str | None:
-    """The first line that differs in a chat template, or in the first of several templates that differs."""
+    """Return the first line that differs in a chat template, or in the first of several templates that
+    differs.
+    """
     if isinstance(ours, str) and isinstance(theirs, str):
         return _sequence("line", ours.splitlines(), theirs.splitlines()) or _value(ours, theirs)
     return _value(ours, theirs)
 
 
 def _token_ids(file: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The difference of two token ids or lists of ids. One id equals a list with it, in any order."""
+    """Return the difference of two token ids or lists of ids. One id equals a list with that id, in any
+    order.
+    """
     for name in TOKEN_IDS:
         left, right = _ids(ours.get(name)), _ids(theirs.get(name))
         if left != right:
@@ -196,7 +200,7 @@ def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _with_defaults(own: Mapping[str, Any], both: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The effective settings of one side: transformers' defaults replace missing ones."""
+    """Return the effective settings of one side: transformers' defaults replace missing ones."""
     defaults = GenerationConfig()
     names = {name for side in both for name in side} - GENERATION_BOOKKEEPING
     return {name: own.get(name, getattr(defaults, name, None)) for name in names}

@@ -23,11 +23,11 @@ TRIALS = 3
 def least_serving_seconds(
     numbers: int, workload: WorkloadSettings, sides: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """The least time of the fewest blocks that may decide, for plain models of `numbers` weights on `sides`
-    servers in turn.
+    """Return the least time of the fewest blocks that may decide, for plain models of `numbers` weights on
+    `sides` servers in turn.
 
-    Linear layers alone: attention, sampling and the start of servers come on top. Experts count as if every
-    token went to all of them.
+    Linear layers alone are counted: attention, sampling and the start of servers come on top. Experts count
+    as if every token went to all of them.
     """
     repeats = sum(
         workload.waves * _repeat_seconds(numbers, m, workload.at(m), device, dtype)
@@ -45,7 +45,7 @@ def _repeat_seconds(
 
 @cache
 def _seconds_a_number(rows: int, device: torch.device, dtype: torch.dtype) -> float:
-    """The time per weight of one product of `rows` rows; the fastest of a few."""
+    """Return the time per weight of one product of `rows` rows, the fastest of a few."""
     columns = SAMPLE_WIDTH
     weight = torch.zeros(SAMPLE_NUMBERS // columns, columns, device=device, dtype=dtype)
     x = torch.zeros(rows, columns, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
 """Holding an artifact's stored weights against its baseline's, a block of rows at a time, without a model.
 
-Compares quantized modules by their relative error, and everything else bit for bit. It reads through the
-conventions and `dequantize()`, so it knows no format; `checks/weights.py` judges the figures.
+Quantized modules are compared by their relative error, and everything else bit for bit. The comparison reads
+through the conventions and `dequantize()`, so it knows no format; `checks/weights.py` judges the figures.
 """
 
 import math
@@ -51,7 +51,7 @@ def compare_weights(
     device: str = "cpu",
     progress: bool = True,
 ) -> WeightComparison | None:
-    """Every stored tensor of `artifact` against `baseline`; None if the baseline is itself quantized.
+    """Compare every stored tensor of `artifact` with `baseline`; None if the baseline is itself quantized.
 
     has_kv_format: keys and values are stored quantized, so the weights need not be quantized
     device:        where errors are computed
@@ -97,9 +97,10 @@ def compare_weights(
 def squared_errors(
     artifact: Checkpoint, baseline: Checkpoint, *, device: str = "cpu", progress: bool = True
 ) -> dict[str, tuple[float, float]]:
-    """For each quantized module of `artifact`: the sums of squares of its error and of the baseline's weight.
+    """Return, for each quantized module of `artifact`, the sums of squares of its error and of the baseline's
+    weight.
 
-    Modules that the baseline has not in that shape are left out.
+    Modules that the baseline lacks in that shape are left out.
     """
     comparison = _Comparison(artifact, baseline, device, {})
     stored = stored_weights(artifact).items()
@@ -144,7 +145,9 @@ class _Comparison:
         return sum(math.prod(self.artifact.tensors[name].shape) for name in self.kept_names(stored))
 
     def module_error(self, weight: StoredWeight) -> float | None:
-        """Relative error of one quantized module, not finite if it holds a NaN; None without a source."""
+        """Return the relative error of one quantized module, not finite if the module holds a NaN; None
+        without a source.
+        """
         squares = self.squares(weight)
         if squares is None:
             return None
@@ -152,7 +155,7 @@ class _Comparison:
         return math.sqrt(error / norm) if norm else math.sqrt(error)
 
     def squares(self, weight: StoredWeight) -> tuple[float, float] | None:
-        """Sums of squares of a module's error and of its source; None without a source."""
+        """Return the sums of squares of a module's error and of its source; None without a source."""
         source = self._sources.get(weight.module)
         if source is None or (source.n, source.k) != weight.shape:
             self.unknown.append(weight.module)
@@ -173,9 +176,10 @@ class _Comparison:
         return error, norm
 
     def _columns(self, module: str) -> Tensor | None:
-        """fp32 [K], the factors of the module's columns; None if there are none.
+        """Return fp32 [K], the factors of the module's columns; None if there are none.
 
-        A norm that was exchanged or damaged gives others, and its modules another error than is recorded.
+        A norm that was exchanged or damaged gives other factors, and its modules another error than is
+        recorded.
         """
         norm = self.scaled.get(module)
         if norm is None or norm not in self.artifact.tensors or norm not in self.baseline.tensors:
@@ -184,8 +188,8 @@ class _Comparison:
         return column_scales(old, new) if old.shape == new.shape else None
 
     def compare_kept(self, name: str) -> None:
-        """Compare one unquantized tensor with the baseline's of that name, or with the rows it was cut
-        from."""
+        """Compare one unquantized tensor with the baseline's tensor of that name, or with the rows that it
+        was cut from."""
         info = self.artifact.tensors[name]
         source = None
         if name in self._biases and name not in self.baseline.tensors:
@@ -233,7 +237,7 @@ class _Comparison:
         return scale_of(self.baseline, name) is not None or self.baseline.tensors[name].dtype == info.dtype
 
     def _kept_blocks(self, info: TensorInfo, source: LinearWeight | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks of rows of both tensors, [rows, columns]; a one-dimensional tensor is one row."""
+        """Yield blocks of rows of both tensors, [rows, columns]; a one-dimensional tensor is one row."""
         if len(info.shape) < 2:
             numbers = math.prod(info.shape)
             theirs = self.baseline.read(info.name)
@@ -306,8 +310,8 @@ def _kind_errors(
 
 
 def _log_distance(error: float, other: float) -> float:
-    """The factor between two relative errors; an exact weight equals another exact one, and differs from all
-    others.
+    """Return the factor between two relative errors; an exact weight equals another exact one, and differs
+    from all others.
     """
     if error == other:
         return 0.0
@@ -319,5 +323,5 @@ def _kind(module: str) -> str:
 
 
 def _same_weights(artifact: Checkpoint, baseline: Checkpoint, comparison: _Comparison) -> bool:
-    """Whether all the artifact's tensors are the baseline's, bit for bit and by name."""
+    """Say whether all the artifact's tensors are the baseline's, bit for bit and by name."""
     return artifact.tensors.keys() == baseline.tensors.keys() and not comparison.changed

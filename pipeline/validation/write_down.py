@@ -1,6 +1,7 @@
 """Writes a verdict down: into the artifact and the report's folder, with its pages, plots and signature.
 
-The verdict comes first and is bound to its report afterwards: a failing report must not cost the verdict.
+The verdict comes first and is bound to its report afterwards, because a failing report must not cost the
+verdict.
 """
 
 import hashlib
@@ -29,8 +30,8 @@ class Place:
     """The artifact's manifest, which then gets the verdict's digest; None in other folders."""
 
     def write(self, verdict: Verdict) -> bool:
-        """Write the verdict; returns whether that succeeded. If not, older files are removed: an earlier pass
-        must not outlive a fail.
+        """Write the verdict; return whether that succeeded. If writing fails, older files are removed: an
+        earlier pass must not outlive a fail.
         """
         with _or_a_note(f"{self.name}'s verdict", self._remove) as written:
             (self.folder / SIGNATURE_NAME).unlink(missing_ok=True)
@@ -41,7 +42,7 @@ class Place:
         return bool(written)
 
     def write_pages(self, pages: Mapping[str, bytes]) -> bool:
-        """Write the pages; returns whether that succeeded. The artifact's report is replaced as a whole."""
+        """Write the pages; return whether that succeeded. The artifact's report is replaced as a whole."""
         if self.manifest is not None:
             shutil.rmtree(self.report, ignore_errors=True)
         from ..report.write import write_files
@@ -56,9 +57,9 @@ class Place:
 
 
 def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> Verdict:
-    """The verdict at once, then again with the digests of its report, then the signature.
+    """Write the verdict at once, then again with the digests of its report, then the signature.
 
-    Returns the verdict with these digests.
+    Return the verdict with these digests.
     """
     places = [place for place in places if place.write(verdict)]
     pages: dict[str, bytes] = {}
@@ -82,7 +83,7 @@ def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> V
 @contextmanager
 def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
     """A failure inside is only reported and cleaned up: a full disk or a plot must not cost a verdict that
-    took hours. Yields a list that holds `what` if everything went well."""
+    took hours. The list that is yielded holds `what` if everything went well."""
     done: list[str] = []
     try:
         yield done

@@ -1,4 +1,4 @@
-"""Every scheme; import `SCHEMES` from here. A new one is one file and one line here."""
+"""Every scheme; import `SCHEMES` from here. A new scheme is one file and one line in this module."""
 
 from . import (  # noqa: F401 - registers them
     float_quantized,

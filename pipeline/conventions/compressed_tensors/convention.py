@@ -132,8 +132,8 @@ class CompressedTensors(ExportDefaults):
 
 
 def _compressed(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """The tensors by which stored modules are recognized, with the module's name; also tensors of schemes
-    that are not supported.
+    """Yield the tensors by which stored modules are recognized, with the module's name; also tensors of
+    schemes that are not supported.
     """
     for name, info in checkpoint.tensors.items():
         for _, scheme in SCHEMES.items():

@@ -1,8 +1,8 @@
 """FP8 in compressed-tensors, `float-quantized`: E4M3 weights, with inputs rounded to E4M3 while serving.
 
-`weight` float8_e4m3fn [N, K] and `weight_scale`, a multiplier: [N, 1] (strategy `channel`), [1] (`tensor`) or
-[ceil(N/128), K/128] (`block`, with which inputs have a scale for every 128).
-A source in this form is dequantized to 16 bits.
+The tensors are `weight` float8_e4m3fn [N, K] and `weight_scale`, a multiplier: [N, 1] (strategy `channel`),
+[1] (`tensor`) or [ceil(N/128), K/128] (`block`, with which inputs have a scale for every 128). A source in
+this form is dequantized to 16 bits.
 """
 
 from collections.abc import Mapping
@@ -81,12 +81,12 @@ class FloatQuantized:
 
 
 def _is_of_rows(group: Mapping[str, Any]) -> bool:
-    """Whether each row, or the whole tensor, has a scale, and each token's input too."""
+    """Say whether each row, or the whole tensor, has a scale, and each token's input too."""
     return group["weights"].get("strategy") in (STRATEGIES[ROW], STRATEGIES[TENSOR]) and rounds_to_fp8(group)
 
 
 def _is_in_blocks(group: Mapping[str, Any]) -> bool:
-    """Whether each block of 128 rows and columns has a scale, and every 128 inputs of a token too."""
+    """Say whether each block of 128 rows and columns has a scale, and every 128 inputs of a token too."""
     weights = {"strategy": STRATEGIES[BLOCKS], "block_structure": [BLOCK, BLOCK]}
     inputs = group.get("input_activations") or {}
     return weights.items() <= group["weights"].items() and FP8_PER_BLOCK.items() <= inputs.items()

@@ -57,7 +57,9 @@ class NVFP4PackQuantized:
 
 
 def _is_nvfp4(activations: Mapping[str, Any]) -> bool:
-    """Whether activations have a dynamic E4M3 scale for every 16 channels, and one calibrated fp32 scale."""
+    """Say whether activations have a dynamic E4M3 scale for every 16 channels, and one calibrated fp32
+    scale.
+    """
     wanted = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"}
     return activations.get("group_size") == GROUP_SIZE and wanted.items() <= activations.items()
 

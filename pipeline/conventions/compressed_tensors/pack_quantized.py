@@ -1,7 +1,8 @@
 """INT4 in compressed-tensors, `pack-quantized`: eight codes to an int32, least significant first.
 
-The tensors of `packed_words.py`; if the config group is not symmetric, also `weight_zero_point` int32 [N/8,
-K/g], packed along N. Groups and whole rows; inputs in 16 bits, or in E4M3 token by token (W4A8).
+The tensors are those of `packed_words.py`; if the config group is not symmetric, there is also
+`weight_zero_point` int32 [N/8, K/g], packed along N. Scales belong to groups or whole rows; inputs are in 16
+bits, or in E4M3 token by token (W4A8).
 """
 
 from collections.abc import Mapping
@@ -106,7 +107,7 @@ def _pack_along_n(zero_point: Tensor) -> Tensor:
 
 
 def _unpack_along_n(words: Tensor, n: int) -> Tensor:
-    """Unpack int32 [ceil(N/8), G] to uint8 [N, G]; inverse of `_pack_along_n`."""
+    """Unpack int32 [ceil(N/8), G] to uint8 [N, G], as the inverse of `_pack_along_n`."""
     return unpack_nibbles(bytes_of(words.T)).T[:n].contiguous()
 
 

@@ -1,6 +1,7 @@
 """INT8 in compressed-tensors, `pack-quantized`: four codes to an int32, least significant first, 128 added.
 
-The tensors are those of `packed_words.py`. Weight-only and symmetric: groups and whole rows.
+The tensors are those of `packed_words.py`. Only weights are quantized, symmetrically, in groups or whole
+rows.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """compressed-tensors' `pack-quantized`: codes of a few bits in int32 words, in groups or whole rows.
 
-Weights [N, K] as `weight_packed` int32 [N, K * bits / 32], the first code in the lowest bits, `weight_scale`
-[N, K/g] and `weight_shape`. Codes are unsigned: half of the range is added to codes of symmetric weights. The
-schemes define the meaning of codes and zero points.
+Weights [N, K] are stored as `weight_packed` int32 [N, K * bits / 32], with the first code in the lowest bits,
+`weight_scale` [N, K/g] and `weight_shape`. Codes are unsigned: half of the range is added to codes of
+symmetric weights. The schemes define the meaning of codes and zero points.
 """
 
 import sys
@@ -27,13 +27,13 @@ WORD_BITS = 32
 
 
 def recognizes(group: Mapping[str, Any], bits: int) -> bool:
-    """Whether a config group has integer codes of this many bits, in this packing."""
+    """Say whether a config group has integer codes of this many bits, in this packing."""
     weights = group.get("weights") or {}
     return (weights.get("num_bits"), weights.get("type"), group["format"]) == (bits, "int", FORMAT)
 
 
 def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[str, Any]:
-    """The `weights` section of a config group; without a group size if groups are whole rows."""
+    """Return the `weights` section of a config group; without a group size if groups are whole rows."""
     return {
         "num_bits": bits,
         "type": "int",
@@ -45,7 +45,7 @@ def weights_config(bits: int, group_size: int | None, symmetric: bool) -> dict[s
 
 
 def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """The checkpoint tensors of a module. codes: uint8 [N, K * bits / 8], as in the file"""
+    """Return the checkpoint tensors of a module. codes: uint8 [N, K * bits / 8], as in the file"""
     return {
         f"{module}{PACKED}": words_of(codes),
         f"{module}.weight_scale": scale.contiguous(),
@@ -55,7 +55,7 @@ def packed_tensors(module: str, weight: Weight, codes: Tensor, scale: Tensor) ->
 
 @dataclass(frozen=True)
 class PackedWords:
-    """The tensors and config group of a module; only shapes have been read.
+    """Read the tensors and config group of a module; only shapes have been read before.
 
     group_size: columns that share a scale; None for whole rows
     """
@@ -70,8 +70,8 @@ class PackedWords:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, module: str, weights: Mapping[str, Any]) -> "PackedWords":
-        """The tensors of a module. UserError if they contradict the config, or their form is not
-        supported."""
+        """Return the tensors of a module. Raise UserError if the tensors contradict the config, or their form
+        is not supported."""
         name = module + PACKED
         n, words = require_tensor(checkpoint, name, (torch.int32,)).shape
         if f"{module}.weight_g_idx" in checkpoint.tensors:
@@ -116,7 +116,8 @@ class PackedWords:
         *more: str,
         inputs: InputFormat | None = None,
     ) -> StoredWeight:
-        """The stored weight, which `make` makes from the codes, uint8 [N, K * bits / 8], and the scales.
+        """Return the stored weight, which `make` makes from the codes, uint8 [N, K * bits / 8], and the
+        scales.
 
         more: names of other tensors that `make` reads
         """
@@ -138,14 +139,14 @@ class PackedWords:
 
 
 def words_of(codes: Tensor) -> Tensor:
-    """uint8 [N, B] as int32 [N, B/4]: the same bytes on a little-endian machine."""
+    """Return uint8 [N, B] as int32 [N, B/4]: the same bytes on a little-endian machine."""
     _require_little_endian()
     # Flat, because a dimension of size 1 may carry a stride that a wider dtype refuses.
     return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """int32 [N, B/4] as uint8 [N, B]; inverse of `words_of`."""
+    """Return int32 [N, B/4] as uint8 [N, B], as the inverse of `words_of`."""
     _require_little_endian()
     return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
 

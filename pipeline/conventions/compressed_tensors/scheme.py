@@ -1,8 +1,8 @@
 """The scheme seam: how compressed-tensors stores one weight format, and how a config group says so.
 
-One file in this folder for each scheme, registered by its weight format's name; `all_schemes.py` lists them.
-The compressed-tensors library is not used: its bytes are written and read here, and the benchmark
-`interchange.py` compares with the library in another environment.
+There is one file in this folder for each scheme, registered by its weight format's name; `all_schemes.py`
+lists the schemes. The compressed-tensors library is not used: its bytes are written and read here, and the
+benchmark `interchange.py` compares our bytes with the library's in another environment.
 """
 
 from collections.abc import Mapping
@@ -31,56 +31,62 @@ class Scheme(Protocol):
 
     @property
     def format(self) -> str:
-        """The compressor's name, as config groups give it: `pack-quantized`."""
+        """Return the compressor's name, as config groups give it: `pack-quantized`."""
         ...
 
     @property
     def reads(self) -> str:
-        """The form that it reads, in a few words for an error: `INT4 weight-only pack-quantized`."""
+        """Return the form that the scheme reads, in a few words for an error: `INT4 weight-only
+        pack-quantized`.
+        """
         ...
 
     @property
     def suffix(self) -> str:
-        """The suffix of the tensor by which a stored module is recognized: `<module><suffix>`."""
+        """Return the suffix of the tensor by which a stored module is recognized: `<module><suffix>`."""
         ...
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...] | None:
-        """The dtypes of that tensor that identify this scheme; None if its name is enough."""
+        """Return the dtypes of a module's recognized tensor that identify this scheme; None if its name is
+        enough.
+        """
         ...
 
     def recognizes(self, group: Mapping[str, Any]) -> bool:
-        """Whether a config group is of this scheme; it has a `format`, its own or the config's."""
+        """Say whether a config group is of this scheme; the group has a `format`, its own or the config's."""
         ...
 
     def stored(self, checkpoint: Checkpoint, module: str, group: Mapping[str, Any]) -> StoredWeight:
-        """The weight of `module`, which `group` targets. UserError if the tensors contradict it."""
+        """Return the weight of `module`, which `group` targets. Raise UserError if the tensors contradict the
+        config group.
+        """
         ...
 
 
 @runtime_checkable
 class WritableScheme(Scheme, Protocol):
-    """A scheme that a weight can be written in; registered beside the others."""
+    """A scheme that a weight can be written in; it is registered beside the others."""
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        """None if it can store weights of `spec`, otherwise the reason in a few words."""
+        """Return None if the scheme can store weights of `spec`, otherwise the reason in a few words."""
         ...
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
-        """The checkpoint tensors that store `<module>.weight`, by full name."""
+        """Return the checkpoint tensors that store `<module>.weight`, by full name."""
         ...
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
-        """The `weights` section of a config group."""
+        """Return the `weights` section of a config group."""
         ...
 
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
-        """The `input_activations` section; None if inputs are not rounded."""
+        """Return the `input_activations` section; None if inputs are not rounded."""
         ...
 
 
 def rounds_to_fp8(group: Mapping[str, Any]) -> bool:
-    """Whether a config group rounds inputs to E4M3, with scales computed for each token."""
+    """Say whether a config group rounds inputs to E4M3, with scales computed for each token."""
     return FP8_PER_TOKEN.items() <= (group.get("input_activations") or {}).items()
 
 

@@ -1,8 +1,8 @@
 """Checks compressed-tensors' quantization section field by field, as the library itself does.
 
-If the library is installed, its own models parse the section. Our checks cover the differences between its
-readers: a field that one of them skips and another refuses, and sections that contradict the tensors. Not for
-reading a checkpoint (`convention.py`), which takes what can be understood.
+If the library is installed, its own models parse the section. Our checks cover the differences between the
+readers: a field that one reader skips and another refuses, and sections that contradict the tensors. Reading
+a checkpoint is left to `convention.py`, which takes what can be understood.
 """
 
 import importlib
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class _Arguments(_Strict):
-    """QuantizationArgs; `observer` and `observer_kwargs` say how scales were found."""
+    """The library's QuantizationArgs; `observer` and `observer_kwargs` say how scales were found."""
 
     num_bits: int
     type: Literal["int", "float"]
@@ -79,7 +79,7 @@ class _Section(_Strict):
 
 
 def misreadings(section: Mapping[str, Any], tensors: Sequence[str]) -> Iterator[str]:
-    """Fields that readers refuse or interpret differently, each with its value: `quantization_status:
+    """Return fields that readers refuse or interpret differently, each with its value: `quantization_status:
     'frozen', …`.
 
     tensors: names of all tensors of the checkpoint
@@ -104,7 +104,7 @@ def _refused_by_ours(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _refused_by_theirs(section: Mapping[str, Any]) -> Iterator[str]:
-    """Problems that the library's own models find, if it is installed."""
+    """Yield problems that the library's own models find, if it is installed."""
     if importlib.util.find_spec(LIBRARY) is None:
         return
     library = importlib.import_module(f"{LIBRARY}.quantization")

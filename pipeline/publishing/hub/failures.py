@@ -1,6 +1,6 @@
 """Turns every failure of a request to the Hub into one message that says what to do.
 
-Not for retrying: `huggingface_hub` and `rate_limit.py` do that, so a failure that arrives here is final.
+Retrying is left to `huggingface_hub` and `rate_limit.py`, so a failure that arrives here is final.
 """
 
 from collections.abc import Iterator

@@ -16,7 +16,9 @@ RECORD_NAME = ".scalegate-push.json"
 
 
 def is_pending(folder: Path, repo_id: str) -> bool:
-    """Whether an earlier push of the artifact in `folder` set out to create `repo_id` and did not finish."""
+    """Say whether an earlier push of the artifact in `folder` set out to create `repo_id` and did not
+    finish.
+    """
     return _key(repo_id) in _read(folder)
 
 

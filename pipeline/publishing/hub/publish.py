@@ -51,22 +51,24 @@ class HubTarget:
 
 
 def check_hub(target: HubTarget, artifact_folder: Path) -> None:
-    """UserError if publishing any release to `target` would fail. Sends nothing that writes."""
+    """Raise UserError if publishing any release to `target` would fail. Sends nothing that writes."""
     with explained(target.repo_id):
         _Push([], target, artifact_folder, progress=False)
 
 
 def check_front_matter(repo_id: str, card: str) -> None:
-    """UserError if the Hub would refuse `card`; asked before there is anything to publish."""
+    """Raise UserError if the Hub would refuse `card`; the Hub is asked before there is anything to
+    publish.
+    """
     with explained(repo_id):
         require_hub_access()
         refuse_card(card)
 
 
 def preview_hub(files: list[BundleFile], target: HubTarget, artifact_folder: Path) -> PushResult:
-    """Preview of publishing, from the Hub's present state; if the Hub cannot be asked, for an empty target.
+    """Preview publishing, from the Hub's present state; if the Hub cannot be asked, for an empty target.
 
-    Sends nothing that writes, and needs neither a token nor a network.
+    Nothing is written, and neither a token nor a network is needed.
     """
     try:
         with explained(target.repo_id):
@@ -211,7 +213,7 @@ class _Push:
             self.stale = stale_files(self.api, self.repository, self.files)
 
     def _find_pull_request(self, title: str) -> tuple[str, str] | None:
-        """URL and commit of an open pull request of ours that holds exactly this release."""
+        """Return the URL and commit of an open pull request of ours that holds exactly this release."""
         name = self.target.repo_id
         for discussion in self.api.get_repo_discussions(
             name, discussion_type="pull_request", discussion_status="open"
@@ -259,7 +261,9 @@ class _Push:
 
 
 def refuse_card(card: str) -> None:
-    """UserError if the Hub would refuse the card; asked before anything is created or sent."""
+    """Raise UserError if the Hub would refuse the card; the Hub is asked before anything is created or
+    sent.
+    """
     try:
         ModelCard(card, ignore_metadata_errors=True).validate()
     except ValueError as error:
@@ -270,7 +274,7 @@ def refuse_card(card: str) -> None:
 
 
 def _reasons(answer: str) -> str:
-    """The messages in the Hub's answer, or the whole answer if it is not JSON of that form."""
+    """Return the messages in the Hub's answer, or the whole answer if it is not JSON of that form."""
     try:
         return "; ".join(str(problem["message"]) for problem in json.loads(answer)["errors"])
     except (ValueError, KeyError, TypeError):

@@ -26,10 +26,11 @@ USUAL_WAIT_SECONDS = 2
 
 
 def waiting_out_limits(call: Callable[[], Result]) -> Result:
-    """The result of `call`, repeated after each 429 at the time its headers give, at most `MAX_TRIES` times.
+    """Return the result of `call`, repeated after each 429 at the time its headers give, at most `MAX_TRIES`
+    times.
 
-    A request that was answered with 429 had no effect. The last answer is raised as it came; so is one that
-    asks for more than `MAX_WAIT_SECONDS`.
+    A request that was answered with 429 had no effect. The last answer is raised as it came; an answer that
+    asks for more than `MAX_WAIT_SECONDS` is raised too.
     """
     for tried in range(1, MAX_TRIES):
         try:
@@ -47,8 +48,8 @@ def waiting_out_limits(call: Callable[[], Result]) -> Result:
 
 
 def seconds_to_wait(headers: Mapping[str, str]) -> float | None:
-    """The wait that a 429 asks for: the Hub's own `ratelimit` header, else `Retry-After`, in seconds or as a
-    date.
+    """Return the wait that a 429 asks for: the Hub's own `ratelimit` header, else `Retry-After`, in seconds
+    or as a date.
     """
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:

@@ -17,7 +17,7 @@ WINDOW = 64 * 1024
 def differences(
     api: HfApi, repo_id: str, commit: str, files: list[BundleFile], progress: bool = True
 ) -> list[str]:
-    """One line for each file that differs at `commit` from the local one; empty if there is none."""
+    """Return one line for each file that differs at `commit` from the local file; empty if there is none."""
     remote = list_files(api, repo_id, commit)
     problems = []
     for file in progress_bar(files, desc="read back", unit="file", shown=progress):
@@ -36,7 +36,7 @@ def differences(
 
 
 def windows(size: int) -> list[tuple[int, int]]:
-    """(start, length) of the parts to read back from a file of `size` bytes."""
+    """Return (start, length) of the parts to read back from a file of `size` bytes."""
     if size <= 3 * WINDOW:
         return [(0, size)] if size else []
     return [(0, WINDOW), (size // 2, WINDOW), (size - WINDOW, WINDOW)]

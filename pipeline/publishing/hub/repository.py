@@ -1,6 +1,6 @@
 """The present state of a Hub repository: visibility, head commit and files. Reads only.
 
-Not for changing anything; that is `publish.py`.
+Changing anything is left to `publish.py`.
 """
 
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def list_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RemoteFile]
 
 
 def read_bytes(api: HfApi, repo_id: str, revision: str, path: str, start: int, length: int) -> bytes:
-    """`length` bytes of a stored file from `start`, as anybody who downloads it would get them."""
+    """Return `length` bytes of a stored file from `start`, as anybody who downloads it would get them."""
     url = hf_hub_url(repo_id, path, revision=revision, endpoint=api.endpoint)
     headers = {**build_hf_headers(token=api.token), "Range": f"bytes={start}-{start + length - 1}"}
     response = get_session().get(url, headers=headers)
@@ -91,10 +91,10 @@ def read_bytes(api: HfApi, repo_id: str, revision: str, path: str, start: int, l
 
 
 def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> list[str]:
-    """Files of an earlier release of ours that this release no longer has.
+    """Return files of an earlier release of ours that this release no longer has.
 
-    Raises UserError if the repository holds weights that are not ours: to replace them would be to delete
-    somebody's model, and to leave them would have a server load both.
+    Raises UserError if the repository holds weights that are not ours: replacing them would delete somebody's
+    model, and leaving them would let a server load both.
     """
     sent = {file.path: file for file in files}
     ours: set[str] = set()
@@ -120,7 +120,7 @@ def stale_files(api: HfApi, repository: Repository, files: list[BundleFile]) -> 
 
 
 def _named_in(manifest: bytes) -> set[str]:
-    """The files that an earlier release's manifest names; empty if the manifest is not one of ours."""
+    """Return the files that an earlier release's manifest names; empty if the manifest is not one of ours."""
     try:
         files = parse_json(manifest, MANIFEST_NAME)["files"]
     except (UserError, KeyError, TypeError):

@@ -1,8 +1,8 @@
 """Chooses a format for each group of layers under a budget: of bits, or of divergence.
 
-Divergences of single groups are added up, which holds for small ones: each is about quadratic in its own
-error, and errors of different layers hardly correlate. Starting from the cheapest formats, it takes the step
-with the largest gain per bit first.
+Divergences of single groups are added up, which holds for small divergences: each is about quadratic in its
+own error, and errors of different layers hardly correlate. Starting from the cheapest formats, the choice
+takes the step with the largest gain per bit first.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Budget:
     divergence: float | None = None
 
     def __post_init__(self) -> None:
-        """UserError if both are given, or a value is impossible."""
+        """Raise UserError if both limits are given, or a value is impossible."""
         if self.bits is not None and self.divergence is not None:
             raise UserError("--target-bits and --max-kl exclude each other; give one")
         if not all(value is None or value > 0 for value in (self.bits, self.divergence)):
@@ -55,7 +55,7 @@ class Allocation:
 
     @property
     def bits(self) -> float:
-        """The average bits per weight, scales and zero points included."""
+        """Return the average bits per weight, scales and zero points included."""
         weights, total = self.fixed
         total += sum(_bits(group, spec) for group, spec in zip(self.groups, self.chosen, strict=True))
         return total / (weights + sum(group.weights for group in self.groups))
@@ -70,7 +70,8 @@ class Allocation:
 
 
 def allocate(groups: Sequence[Group], budget: Budget, fixed: tuple[int, float] = (0, 0.0)) -> Allocation:
-    """The formats that buy most within `budget`. UserError if even the smallest formats need more bits.
+    """Return the formats that buy most within `budget`. Raise UserError if even the smallest formats need
+    more bits.
 
     fixed: as in `Allocation`
     """
@@ -104,7 +105,7 @@ def _with(now: Allocation, index: int, spec: WeightFormat) -> Allocation:
 
 
 def _bits(group: Group, spec: WeightFormat) -> float:
-    """The total number of bits of the group in this format."""
+    """Return the total number of bits of the group in this format."""
     return sum(spec.bits_per_weight(n, k) * n * k for n, k in group.shapes)
 
 

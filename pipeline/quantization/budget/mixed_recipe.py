@@ -43,7 +43,7 @@ class MixedRecipe:
 
 
 def require_choice(job: QuantizeJob) -> None:
-    """UserError if there is no layer to choose a format for, before anything is made or drawn."""
+    """Raise UserError if there is no layer to choose a format for, before anything is made or drawn."""
     if not weights_to_choose_for(job.tasks.in_order):
         raise nothing_to_choose(job)
 
@@ -62,7 +62,7 @@ def mixed_recipe(
     folder: Path,
     progress: bool,
 ) -> MixedRecipe:
-    """The job's recipe with the formats that buy most within `budget`.
+    """Return the job's recipe with the formats that buy most within `budget`.
 
     Modules that a rule of the recipe names keep the rule's format, and so do modules that are merged with
     them. source: the identity of the checkpoint's bytes folder: the artifact's, which this job has locked
@@ -104,7 +104,9 @@ def mixed_recipe(
 def _sequences(
     checkpoint: Checkpoint, text: CalibrationText, quantizer: WeightQuantizer, kept: Path, progress: bool
 ) -> Tensor:
-    """The sequences to measure on; if a text is given, half of them are self-generated, as in calibration."""
+    """Return the sequences to measure on; if a text is given, half of the sequences are self-generated, as in
+    calibration.
+    """
     device = quantizer.device
     if text.sequences is not None and not can_draw(checkpoint, device):
         return text.sequences
@@ -114,13 +116,13 @@ def _sequences(
 
 
 def _key(source: Mapping[str, Any], recipe: Recipe, text: CalibrationText, export: str) -> str:
-    """One digest of everything that decides the measurements."""
+    """Return one digest of everything that decides the measurements."""
     said = [source, recipe.to_json(), text.parameters, export]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _kept(folder: Path, key: str) -> list[Group] | None:
-    """The groups that an earlier call measured under the same `key`; None if there is no such call."""
+    """Return the groups that an earlier call measured under the same `key`; None if there is no such call."""
     for path in (folder / CALIBRATION_FOLDER / KEPT_NAME, folder / MANIFEST_NAME):
         if not path.is_file():
             continue

@@ -1,8 +1,8 @@
 """How much each group of a model's linear layers costs in each format: measured, one group at a time.
 
-The cost is the divergence of the model's predictions while the rest of it stays unquantized. All variants go
-through the decoder together, so that each layer is read only once; if there are many, their hidden states are
-spilled to a file. `allocation.py` chooses.
+A group's cost is the divergence of the model's predictions while the rest of the model stays unquantized. All
+variants go through the decoder together, so that each layer is read only once; if there are many, their
+hidden states are spilled to a file. `allocation.py` chooses.
 """
 
 from collections import defaultdict
@@ -58,14 +58,14 @@ class Group:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Group":
-        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_json`. Any other value raises KeyError, TypeError or ValueError."""
         shapes = tuple((int(n), int(k)) for n, k in value["shapes"])
         divergence = {spec_from_json(entry["spec"]): float(entry["kl"]) for entry in value["formats"]}
         return cls(tuple(map(str, value["modules"])), shapes, divergence)
 
 
 def candidates(spec: WeightFormat) -> list[WeightFormat]:
-    """The formats to choose from if the recipe says `spec`: INT4 in groups that engines read, or INT8.
+    """Return the formats to choose from if the recipe says `spec`: INT4 in groups that engines read, or INT8.
 
     INT8 is not mixed with fractional zero points, which only torchao's convention stores. INT8 is not offered
     with NVFP4 either: compressed-tensors can hold such a mixture, but no engine that we tried serves it.
@@ -77,7 +77,7 @@ def candidates(spec: WeightFormat) -> list[WeightFormat]:
 
 
 def _takes(linear: LinearWeight, spec: WeightFormat, convention: ExportConvention) -> bool:
-    """Whether the weight can be stored and served in `spec`."""
+    """Say whether the weight can be stored and served in `spec`."""
     # Experts have no INT8 layout but the one that dequantizes them all for every product.
     served = not isinstance(spec, Int8) or kind_of(linear.module) == linear.module
     fits = spec.refuses(linear.n, linear.k) is None
@@ -85,7 +85,7 @@ def _takes(linear: LinearWeight, spec: WeightFormat, convention: ExportConventio
 
 
 def weights_to_choose_for(tasks: Sequence[WeightTask]) -> dict[str, LinearWeight]:
-    """The quantized linear weights that may get another format, by module."""
+    """Return the quantized linear weights that may get another format, by module."""
     linears = [task.linear for task in tasks if task.linear is not None and task.is_quantized]
     return {linear.module: linear for linear in linears if linear.role == LINEAR}
 
@@ -100,7 +100,8 @@ def measure_sensitivity(
     progress: bool,
     fixed: Collection[str] = (),
 ) -> list[Group]:
-    """The groups of the quantized layers among `tasks`, with the divergence of each in each of its formats.
+    """Return the groups of the quantized layers among `tasks`, with the divergence of each in each of its
+    formats.
 
     sequences:  int64 [S, T]; the first 8 are read
     convention: must be able to store every format that is measured
@@ -136,7 +137,9 @@ def measure_sensitivity(
 
 
 def _grouped(leaders: Mapping[str, str], fixed: Collection[str]) -> dict[str, list[str]]:
-    """Modules that must have one format, by the group's name; groups with a `fixed` module are left out."""
+    """Return modules that must have one format, by the group's name; groups with a `fixed` module are left
+    out.
+    """
     grouped: dict[str, list[str]] = defaultdict(list)
     for module, leader in leaders.items():
         grouped[kind_of(leader)].append(module)
@@ -166,7 +169,7 @@ class _Measurement:
     grouped: Mapping[str, list[str]]
 
     def run(self, formats: Mapping[str, list[WeightFormat]], progress: bool) -> Divergences:
-        """The divergence of each group in each of its `formats`."""
+        """Return the divergence of each group in each of its `formats`."""
         begun = {layer: self._begun_in(layer, formats) for layer in self.stream.layers}
         # A variant goes through each layer from the one where it begins, and through the output projection.
         to_go = range(len(begun) + 1, 1, -1)
@@ -196,7 +199,7 @@ class _Measurement:
     def _begun_in(
         self, layer: str, formats: Mapping[str, list[WeightFormat]]
     ) -> list[tuple[str, WeightFormat]]:
-        """The variants that differ from the model from this layer on."""
+        """Return the variants that differ from the model from this layer on."""
         here = set(self.places.of_layer(layer))
         return [
             (group, spec)
@@ -225,9 +228,10 @@ class _Measurement:
 def _divergences(
     stream: LayerStream, variants: Sequence[StatesPart], seen: Callable[[], object]
 ) -> list[float]:
-    """Mean KL of each variant's predictions from the model's own, in nats; a few sequences at a time.
+    """Return the mean KL of each variant's predictions from the model's own, in nats; a few sequences at a
+    time.
 
-    seen: called when the model's own are known, and each variant's
+    seen: called when the model's own predictions are known, and each variant's
     """
     totals, tokens = [0.0] * len(variants), 0
     outputs = [stream.outputs(states) for states in variants]
@@ -244,6 +248,8 @@ def _divergences(
 
 
 def _divergence(stream: LayerStream, hidden: Tensor, log_p: Tensor) -> float:
-    """KL of the predictions from `log_p`, log probabilities [n, T, vocab], over all tokens; in nats."""
+    """Return the KL of the predictions from `log_p`, log probabilities [n, T, vocab], over all tokens; in
+    nats.
+    """
     log_q = stream.predictions(hidden).float().log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))

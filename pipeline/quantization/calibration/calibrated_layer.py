@@ -43,7 +43,7 @@ class CalibratedWeight:
         curvature: Curvature,
         before: float | None = None,
     ) -> "CalibratedWeight":
-        """The candidate whose outputs are nearest to the outputs of `target`, fp32 [N, K]; on the CPU.
+        """Return the candidate whose outputs are nearest to the outputs of `target`, fp32 [N, K]; on the CPU.
 
         original: fp32 [N, K], from which the weight's own error is measured
         before:   the error without a text; None takes the first candidate's
@@ -61,13 +61,13 @@ class CalibratedWeight:
 
 
 def output_error(values: Tensor, target: Tensor, curvature: Curvature) -> float:
-    """The squared error of the outputs of `values` [N, K], as a share of the square of `target`'s."""
+    """Return the squared error of the outputs of `values` [N, K], as a share of the square of `target`'s."""
     whole = _energy(target, curvature)
     return _energy(values - target, curvature) / whole if whole else 0.0
 
 
 def _energy(rows: Tensor, curvature: Curvature) -> float:
-    """The sum over rows r [N, K] of r H rᵀ."""
+    """Return the sum over rows r [N, K] of r H rᵀ."""
     ordered = rows[:, curvature.order]
     return float(((ordered @ curvature.matrix) * ordered).sum(dtype=torch.float64))
 
@@ -87,7 +87,7 @@ class CalibratedLayer:
 
     @property
     def progress(self) -> str:
-        """The layer's loss before and after, for a progress bar."""
+        """Return the layer's loss before and after, for a progress bar."""
         if self.learned is not None:
             return f"layer error {self.learned[0]:.2e} → {self.learned[1]:.2e}"
         if not self.solved:
@@ -131,7 +131,7 @@ def write_layer(path: Path, layer: CalibratedLayer) -> None:
 
 
 def read_layer(path: Path) -> CalibratedLayer:
-    """Read what `write_layer` wrote. UserError if the file is damaged."""
+    """Read what `write_layer` wrote. Raise UserError if the file is damaged."""
     with _opened(path) as (file, facts):
         squares = {
             key.removeprefix(f"{SQUARES}|"): file.get_tensor(key)
@@ -149,14 +149,14 @@ def read_layer(path: Path) -> CalibratedLayer:
 
 
 def read_calibrated_weight(path: Path, module: str) -> CalibratedWeight:
-    """One weight from a file that `write_layer` wrote. UserError if the file is damaged."""
+    """Return one weight from a file that `write_layer` wrote. Raise UserError if the file is damaged."""
     with _opened(path) as (file, facts):
         return _weight(file, module, facts["solved"][module])
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The opened file, and its description of its tensors."""
+    """Return the opened file, and the file's description of its tensors."""
     try:
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["facts"])

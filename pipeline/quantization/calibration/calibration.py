@@ -44,7 +44,8 @@ def calibrate(
     folder: Path | None,
     progress: bool,
 ) -> CalibrationResult:
-    """The statistics that `needs` asks for about `linears`, while the model reads `sequences` int64 [S, T].
+    """Return the statistics that `needs` asks for about `linears`, while the model reads `sequences` int64
+    [S, T].
 
     folder: where finished layers are kept, and hidden states spilled; without one, nothing is kept
     Raises UserError if the model's layers cannot be run one by one.
@@ -136,8 +137,7 @@ class _Visit:
         equalized: Mapping[str, EqualizedNorm],
         scales: Mapping[str, Tensor],
     ) -> tuple[float, float] | None:
-        """Learn the rounding of the weights in `solved`, in place. Returns the layer's error before and
-        after."""
+        """Learn the rounding of the weights in `solved` in place; return the error before and after."""
         if not (self.needs.learning_steps and solved and self.original_after):
             return None
 
@@ -168,7 +168,7 @@ class _Visit:
 def _unreached(
     checkpoint: Checkpoint, missing: Sequence[LinearWeight], reached: Mapping[str, float]
 ) -> dict[str, float]:
-    """For experts that no token reached, the largest magnitude of their kind in the same layer."""
+    """For experts that no token reached, use the largest magnitude of their kind in the layer."""
     kinds: dict[str, float] = {}
     for module, largest in reached.items():
         kinds[kind_of(module)] = max(largest, kinds.get(kind_of(module), 0.0))

@@ -1,7 +1,7 @@
 """The names under which commands, recipes and manifests speak of a calibration text.
 
-Separate from the code that reads such a text, which takes seconds to import: cards and previews need only the
-names.
+These names are separate from the code that reads such a text, which takes seconds to import: cards and
+previews need only the names.
 """
 
 from ...records.recipe import SELF

@@ -43,8 +43,8 @@ class CalibrationNeeds:
 
 
 def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> CalibrationNeeds:
-    """The calibration data that the quantizers of `tasks` need. UserError if a format does not have the
-    recipe's method.
+    """Return the calibration data that the quantizers of `tasks` need. Raise UserError if a format does not
+    have the recipe's method.
     """
     largest, squares, solved = set(), set(), {}
     if recipe.learned_rounding and recipe.method == DATA_FREE:
@@ -74,7 +74,7 @@ def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> Calibratio
 
 
 def _require_method(method: str, module: str, spec: WeightFormat) -> None:
-    """UserError if weights of `spec` cannot be rounded by `method`."""
+    """Raise UserError if weights of `spec` cannot be rounded by `method`."""
     quantizer = QUANTIZERS[spec.name]
     # Tensors that weights share are found before any of them is scaled.
     shares = method != GPTQ and isinstance(quantizer, SharingQuantizer)
@@ -88,7 +88,7 @@ def _require_method(method: str, module: str, spec: WeightFormat) -> None:
 
 
 def calibrator(spec: WeightFormat) -> CalibratingQuantizer | None:
-    """The quantizer of `spec` if that format rounds inputs as well."""
+    """Return the quantizer of `spec` if that format rounds inputs as well."""
     quantizer = QUANTIZERS[spec.name]
     if isinstance(quantizer, CalibratingQuantizer) and quantizer.calibrates(spec):
         return quantizer

@@ -55,7 +55,7 @@ def _itself(weight: CalibratedWeight) -> CalibratedWeight:
 
 
 def input_formats(tasks: Sequence[WeightTask], result: CalibrationResult) -> dict[str, InputFormat]:
-    """How each module's input is rounded; empty if no spec rounds inputs."""
+    """Return how each module's input is rounded; empty if no spec rounds inputs."""
     formats: dict[str, InputFormat] = {}
     for task in tasks:
         quantizer = calibrator(task.spec) if task.is_quantized else None

@@ -40,7 +40,9 @@ class CalibrationText:
 
 
 def read_calibration_text(checkpoint: Checkpoint, source: str) -> CalibrationText:
-    """The beginning of the text named `source`, in tokens. UserError if it is unreadable or too short."""
+    """Return the beginning of the text named `source`, in tokens. Raise UserError if the text is unreadable
+    or too short.
+    """
     if source == SELF:
         shape = SEQUENCES, SEQUENCE_TOKENS
         return CalibrationText(SELF, shape, None, {"drawn": list(shape)})
@@ -69,7 +71,7 @@ def _windows(tokenizer: Any, texts: Iterable[str]) -> list[Tensor]:
 
 
 def _file_windows(tokenizer: Any, path: Path) -> tuple[list[Tensor], str]:
-    """The file's tokens, and the sha256 of the whole file."""
+    """Return the file's tokens, and the sha256 of the whole file."""
     try:
         return _windows(tokenizer, read_texts(path)), hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -93,7 +95,9 @@ class _HubTexts:
 
     @classmethod
     def of(cls, source: str) -> "_HubTexts":
-        """The data set that `source` names. UserError if `source` is not of the form `HUB_FORM`."""
+        """Return the data set that `source` names. Raise UserError if `source` is not of the form
+        `HUB_FORM`.
+        """
         name, *parts = source.removeprefix(HUB).split(":")
         name, at, revision = name.partition("@")
         owner, *more = name.split("/", 2)
@@ -105,7 +109,7 @@ class _HubTexts:
         return cls(dataset, configuration, revision or None, split or "train", column or "text")
 
     def texts(self) -> Iterator[str]:
-        """The column's texts, streamed; errors of the Hub, the network and the data set's format are
+        """Yield the column's texts, streamed; errors of the Hub, the network and the data set's format are
         raised."""
         datasets = importlib.import_module("datasets")
         for row in datasets.load_dataset(
@@ -115,7 +119,7 @@ class _HubTexts:
 
 
 def _dataset_texts(source: str) -> Iterator[str]:
-    """The texts of a data set on the Hub. UserError says why they cannot be read."""
+    """Yield the texts of a data set on the Hub. A UserError says why the texts cannot be read."""
     named = _HubTexts.of(source)
     try:
         importlib.import_module("datasets")

@@ -2,8 +2,9 @@
 operations one by one takes ten times as long as running them.
 
 A recording has fixed lengths: each layer attends to the whole buffer of its keys, and a mask excludes the
-places that are not yet written. Not for mixtures of experts, whose router makes the host wait, nor for layers
-with a sliding window or a recurrent state; their operations are launched one by one (`self_calibration.py`).
+places that are not yet written. Mixtures of experts, whose router makes the host wait, and layers with a
+sliding window or a recurrent state are not recorded; their operations are launched one by one
+(`self_calibration.py`).
 """
 
 from typing import Any, cast
@@ -39,7 +40,7 @@ class GraphSampler:
 
     @staticmethod
     def can_record(model: PreTrainedModel) -> bool:
-        """Whether a step of `model` does the same operations for every token."""
+        """Say whether a step of `model` does the same operations for every token."""
         config: Any = model.config.get_text_config(decoder=True)
         return (
             not model._is_stateful
@@ -55,7 +56,9 @@ class GraphSampler:
         self.position.zero_()
 
     def next(self, chance: Tensor) -> Tensor:
-        """The next token of each sequence, int64 [count, 1]. chance: fp32 [count, 1], uniform from 0 to 1."""
+        """Return the next token of each sequence, int64 [count, 1]. chance: fp32 [count, 1], uniform from 0
+        to 1.
+        """
         self.chance.copy_(chance)
         if STEP in self.graphs:
             self.graphs.replay(STEP)
@@ -64,7 +67,7 @@ class GraphSampler:
         return self.ids.clone()
 
     def record(self) -> bool:
-        """Record a step, which has to be repeated after recording; returns whether it could be recorded."""
+        """Record a step, which has to be repeated after recording; return whether it could be recorded."""
         try:
             self.step()
             if self.attended != self.layers:
@@ -95,8 +98,8 @@ class GraphSampler:
 
 
 def chosen(logits: Tensor, chance: Tensor) -> Tensor:
-    """int64 [n, 1]: the tokens drawn from logits fp32 [n, vocab] at temperature 1, for chances [n, 1] from 0
-    to 1.
+    """Return int64 [n, 1]: the tokens drawn from logits fp32 [n, vocab] at temperature 1, for chances [n, 1]
+    from 0 to 1.
     """
     reached = logits.softmax(-1).cumsum(-1)
     aim = chance * reached[:, -1:]
@@ -104,8 +107,8 @@ def chosen(logits: Tensor, chance: Tensor) -> Tensor:
 
 
 class _FixedLayer(DynamicLayer):
-    """Keys and values of one layer in a buffer of fixed length: a token's are written at `position`, int64
-    [1].
+    """Keys and values of one layer in a buffer of fixed length: a token's keys and values are written at
+    `position`, int64 [1].
     """
 
     def __init__(self, length: int, position: Tensor):
@@ -140,8 +143,8 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, 1, D], key and value [B, H_kv, T, D] → [B, 1, H, D_v]: heads that share keys as one's
-    tokens."""
+    """Attend with query [B, H, 1, D], key and value [B, H_kv, T, D] to [B, 1, H, D_v]: heads that share keys
+    count as one head's tokens."""
     drawing = cast(GraphSampler, cast(Any, module.config).drawing)
     drawing.attended += 1
     count, heads, _, size = query.shape

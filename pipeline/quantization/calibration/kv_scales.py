@@ -1,7 +1,7 @@
-"""Scales of keys and values for KV formats that take some: the largest magnitudes on a text, by layer.
+"""Scales of keys and values for KV formats that take scales: the largest magnitudes on a text, by layer.
 
-They are observed where the model attends, after position encoding and normalization, since that is what is
-stored. `layer_stream.py` runs the layers one at a time; results are kept in the work record.
+Keys and values are observed where the model attends, after position encoding and normalization, since that is
+what is stored. `layer_stream.py` runs the layers one at a time; results are kept in the work record.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ def find_kv_scales(
     record: WorkRecord,
     progress: bool,
 ) -> dict[str, KVScales]:
-    """One scale for all heads of each attention module, by the module's name in the checkpoint.
+    """Return one scale for all heads of each attention module, by the module's name in the checkpoint.
 
-    Empty if there is no text, or `kv_format` takes no scales: keys and values are then stored unscaled.
-    sequences: int64 [sequences, tokens]
+    The result is empty if there is no text, or `kv_format` takes no scales: keys and values are then stored
+    unscaled. sequences: int64 [sequences, tokens]
     """
     holds = largest_of(KV_FORMATS[kv_format])
     if holds is None or sequences is None:
@@ -56,7 +56,7 @@ def find_kv_scales(
 def largest_keys_and_values(
     checkpoint: Checkpoint, sequences: Tensor, device: torch.device, progress: bool
 ) -> dict[str, tuple[float, float]]:
-    """The largest magnitude of the keys and of the values of each attention module.
+    """Return the largest magnitude of the keys and of the values of each attention module.
 
     Raises UserError if a layer does not use transformers' AttentionInterface.
     """
@@ -80,7 +80,7 @@ def largest_keys_and_values(
 
 
 def _in_checkpoint(module: str, assignments: Sequence[Assignment]) -> str:
-    """The checkpoint's name of the module that contains the weights of the model's `module`."""
+    """Return the checkpoint's name of the module that contains the weights of the model's `module`."""
     inside = next(item for item in assignments if item.target.startswith(f"{module}."))
     depth = inside.target.removeprefix(module).count(".")
     return inside.names[0].rsplit(".", depth)[0]
@@ -97,7 +97,9 @@ def _attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, T, D], key and value [B, H_kv, T, D], an additive mask [B, 1, T, T] → [B, T, H, D_v]."""
+    """Attend with query [B, H, T, D], key and value [B, H_kv, T, D] and an additive mask [B, 1, T, T] to [B,
+    T, H, D_v].
+    """
     seen = cast(dict[nn.Module, tuple[float, float]], cast(Any, module.config).kv_seen)
     before = seen.get(module, (0.0, 0.0))
     seen[module] = (

@@ -38,7 +38,7 @@ class Inputs:
 
     @property
     def cross(self) -> Tensor | None:
-        """fp32 [K, K], the sum of (x₀ - x) xᵀ."""
+        """Return fp32 [K, K], the sum of (x₀ - x) xᵀ."""
         return None if self.paired is None or self.hessian is None else self.paired - self.hessian
 
     def see(self, x: Tensor, wants_squares: bool, wants_hessian: bool) -> None:
@@ -141,8 +141,8 @@ class LayerInputs:
         )
 
     def _share_where_scarce(self, inputs: dict[str, Inputs], solving: list[str]) -> list[str]:
-        """Give experts with too few tokens the statistics of their neighbours as well; returns their
-        names.
+        """Give experts with too few tokens the statistics of their neighbours as well; return the names of
+        these experts.
         """
         missing = [m for m in self.places.of_layer(self.name) if m in self.needs.solved and m not in inputs]
         for module in missing:
@@ -178,6 +178,6 @@ def _add_products(sums: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _with_one_input(here: Mapping[Slot, Tensor]) -> dict[Slot, Slot]:
-    """For each linear layer, the first one that got the same input tensor."""
+    """Return, for each linear layer, the first layer that got the same input tensor."""
     first: dict[tuple[int, tuple[int, ...]], Slot] = {}
     return {slot: first.setdefault((x.data_ptr(), tuple(x.shape)), slot) for slot, x in here.items()}

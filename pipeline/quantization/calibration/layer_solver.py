@@ -64,7 +64,7 @@ class LayerSolver:
         return (equalized, scales) if self._computes_the_same(equalized, scales) else ({}, {})
 
     def _may_scale(self, slot: Slot) -> bool:
-        """Whether the parameter is a single weight that is solved."""
+        """Say whether the parameter is a single weight that is solved."""
         linears = self.places.by_slot.get(slot, [])
         whole = len(linears) == 1 and linears[0].expert is None and linears[0].rows is None
         return whole and linears[0].module in self.needs.solved
@@ -72,7 +72,7 @@ class LayerSolver:
     def _computes_the_same(
         self, equalized: Mapping[str, EqualizedNorm], scales: Mapping[str, Tensor]
     ) -> bool:
-        """Whether the layer's outputs are unchanged before rounding: a norm may not be what it seems."""
+        """Say whether the layer's outputs are unchanged before rounding: a norm may not be what it seems."""
         if not equalized:
             return True
         self.stream.place(self.name)
@@ -89,7 +89,9 @@ class LayerSolver:
         return bool((found - expected).norm() <= TOLERANCE * (expected - hidden).norm() + rounding)
 
     def _values(self, module: str) -> Tensor:
-        """The weight [N, K] in the form of the checkpoint. UserError if it holds a NaN or an infinity."""
+        """Return the weight [N, K] in the form of the checkpoint. Raise UserError if the weight holds a NaN
+        or an infinity.
+        """
         linear = self.places.linears[module]
         values = read_linear(self.stream.checkpoint, linear, 0, linear.n).to(self.quantizer.device)
         refuse_non_finite(self.stream.checkpoint, linear.tensor, values)
@@ -99,7 +101,7 @@ class LayerSolver:
         return self._plain(module, values).weight.dequantize(torch.float32)
 
     def _plain(self, module: str, values: Tensor) -> QuantizedWeight:
-        """The weight rounded by itself, without a text."""
+        """Return the weight rounded by itself, without a text."""
         spec = self.needs.solved[module].spec
         return QUANTIZERS[spec.name].quantize(values, spec, self.quantizer.scale_dtype, self._shared(module))
 
@@ -128,7 +130,7 @@ class LayerSolver:
     def _together(
         self, inputs: Mapping[str, Inputs], solving: Sequence[str], scales: Mapping[str, Tensor]
     ) -> list[list[str]]:
-        """Groups of modules whose rows are solved together: neighbours with the same inputs and one
+        """Return groups of modules whose rows are solved together: neighbours with the same inputs and one
         format."""
 
         def alike(module: str) -> tuple[object, ...]:
@@ -141,7 +143,7 @@ class LayerSolver:
         return [list(modules) for _, modules in groupby(solving, alike)]
 
     def _corrected(self, modules: Sequence[str], problems: Sequence["Problem"]) -> list[QuantizedWeight]:
-        """The result of second-order correction for weights that are solved together."""
+        """Return the result of second-order correction for weights that are solved together."""
         module, targets = modules[0], [problem.target for problem in problems]
         whole = self._corrector(module).correct(
             targets[0] if len(targets) == 1 else torch.cat(targets),
@@ -164,8 +166,8 @@ class LayerSolver:
         ]
 
     def problem(self, module: str, inputs: Inputs, columns: Tensor | None) -> "Problem":
-        """The problem of one weight. columns: fp32 [K], the scales of its columns, if a norm has absorbed
-        them"""
+        """Return the problem of one weight. columns: fp32 [K], the scales of its columns, if a norm has
+        absorbed them"""
         linear = self.places.linears[module]
         together = self._corrector(module).columns_together(self.needs.solved[module].spec)
         hessian, cross = inputs.hessian, inputs.cross if self.needs.corrects else None
@@ -182,7 +184,7 @@ class LayerSolver:
         return Problem(values, _target(values, cross, curvature), hessian, columns, curvature)
 
     def levels(self, module: str, weight: Weight) -> Levels:
-        """The levels of the module's `weight`, on the device."""
+        """Return the levels of the module's `weight`, on the device."""
         return self._corrector(module).levels(weight.to(self.quantizer.device))
 
     def _corrector(self, module: str) -> CorrectingQuantizer:
@@ -195,7 +197,7 @@ class LayerSolver:
 
 @dataclass(frozen=True)
 class Problem:
-    """The target for rounding one weight [N, K].
+    """Return the target for rounding one weight [N, K].
 
     values:  fp32, the weight, multiplied by the scales of its columns
     target:  fp32, the weight whose outputs are to be matched on the inputs in serving
@@ -209,24 +211,26 @@ class Problem:
     curvature: Curvature
 
     def judged(self, weight: Weight, earlier: CalibratedWeight) -> CalibratedWeight:
-        """`weight` on the CPU, judged like the weight that was found `earlier`, which it replaces."""
+        """Return `weight` on the CPU, judged like the weight that was found `earlier`, which it replaces."""
         here = QuantizedWeight(weight.to(self.values.device), 0.0, earlier.quantized.squared_norm)
         return CalibratedWeight.of(self.values, self.target, [here], self.curvature, earlier.before)
 
 
 def _share_of_output(values: Tensor, target: Tensor, hessian: Tensor) -> float:
-    """The squared error of `values`' outputs, as a share of the square of `target`'s; fp32 [N, K] both."""
+    """Return the squared error of `values`' outputs, as a share of the square of `target`'s; fp32 [N, K]
+    both.
+    """
     whole = energy(target, hessian)
     return energy(values - target, hessian) / whole if whole else 0.0
 
 
 def _divided(sums: Tensor, columns: Tensor | None) -> Tensor:
-    """Sums over inputs [K, K], for inputs divided by `columns` [K]."""
+    """Return sums over inputs [K, K], for inputs divided by `columns` [K]."""
     return sums if columns is None else sums / columns[:, None] / columns[None, :]
 
 
 def _target(weight: Tensor, cross: Tensor | None, curvature: Curvature) -> Tensor:
-    """fp32 [N, K]: `weight`, adjusted for the change of its inputs: W + half of W cross H⁻¹."""
+    """Return fp32 [N, K]: `weight`, adjusted for the change of its inputs: W + half of W cross H⁻¹."""
     if cross is None:
         return weight
     order = curvature.order

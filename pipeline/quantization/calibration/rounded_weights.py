@@ -1,5 +1,5 @@
-"""A checkpoint's linear layers in INT4, each rounded when it is loaded: for generating text only, a model
-then takes a third of its memory. Not for artifacts: nothing is stored.
+"""A checkpoint's linear layers in INT4, each rounded when it is loaded: a model that generates text then
+takes a third of its memory. No artifact is made from these weights, and nothing is stored.
 """
 
 from functools import partial
@@ -18,8 +18,8 @@ from ..shards.weight_tensors import WeightQuantizer
 
 
 def rounded_weights(checkpoint: Checkpoint, device: torch.device) -> dict[str, StoredWeight]:
-    """Replacements for the linear layers' weights, by module; a weight that is not a tensor [N, K] by itself
-    is left out.
+    """Return replacements for the linear layers' weights, by module; a weight that is not a tensor [N, K] by
+    itself is left out.
 
     device: where the weights are rounded
     """

@@ -2,9 +2,9 @@
 text.
 
 Generated text gives inputs like those of the model's training text (LLM-QAT: Liu et al. 2023, arXiv
-2305.17888). Half of the calibration text is generated, so that a text with too few such inputs, or with
-others, does no harm. The whole model is in memory while it writes: in its own precision if it is small,
-otherwise with its linear layers in INT4.
+2305.17888). Half of the calibration text is generated, so that a given text with too few such inputs, or with
+other inputs, does no harm. The whole model is in memory while it generates: in its own precision if it is
+small, otherwise with its linear layers in INT4.
 """
 
 from collections.abc import Mapping
@@ -43,14 +43,14 @@ PLAIN_MEMORY, ROUNDED_MEMORY = 1.5, 0.6
 
 
 def can_draw(checkpoint: Checkpoint, device: torch.device) -> bool:
-    """Whether the whole model fits into the free memory."""
+    """Say whether the whole model fits into the free memory."""
     factor = PLAIN_MEMORY if _writes_as_it_is(checkpoint, device) else ROUNDED_MEMORY
     return factor * _weight_bytes(checkpoint) <= free_memory(device)
 
 
 def beside(text: Tensor, own: Tensor) -> Tensor:
-    """Sequences of `text` and `own` in turn, int64 [2 S, T]; `text` is thinned out evenly to the number of
-    sequences in `own`.
+    """Put sequences of `text` and `own` in turn, int64 [2 S, T]; `text` is thinned out evenly to the number
+    of sequences in `own`.
     """
     places = torch.linspace(0, len(text) - 1, len(own)).round().long()
     return torch.stack([text[places], own], 1).flatten(0, 1)
@@ -59,7 +59,7 @@ def beside(text: Tensor, own: Tensor) -> Tensor:
 def sample_sequences(
     checkpoint: Checkpoint, shape: tuple[int, int], device: torch.device, kept: Path, progress: bool
 ) -> Tensor:
-    """int64 [sequences, tokens] from the model at temperature 1; the same numbers for the same device.
+    """Draw int64 [sequences, tokens] from the model at temperature 1; the same device gives the same numbers.
 
     kept: a file from which the sequences are read if it exists, and to which they are written otherwise
     Raises UserError if the model does not fit into memory.
@@ -94,8 +94,8 @@ def sample_sequences(
 
 
 def sequences_at_once(checkpoint: Checkpoint, tokens: int, device: torch.device) -> int:
-    """The number of sequences of `tokens` that are generated side by side: limited by memory for keys, values
-    and states.
+    """Return the number of sequences of `tokens` that are generated side by side: limited by memory for keys,
+    values and states.
     """
     layers = served_layers_of(checkpoint, None, device)
     shapes = [layer.shape for layer in layers.attention.values()]
@@ -114,7 +114,7 @@ def _weight_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _recorded(model: PreTrainedModel, count: int, length: int) -> GraphSampler | None:
-    """A step of `model` that is recorded; None if it cannot be recorded."""
+    """Return a step of `model` that is recorded; None if it cannot be recorded."""
     if model.device.type == "cpu" or not GraphSampler.can_record(model):
         return None
     drawing = GraphSampler(model, count, length)
@@ -130,8 +130,8 @@ def _draw(
     bar: tqdm,
     recorded: GraphSampler | None = None,
 ) -> Tensor:
-    """int64 [count, length] on the CPU; each begins like the model's texts, or with any token if the model
-    has no beginning.
+    """Draw int64 [count, length] on the CPU; each sequence begins like the model's texts, or with any token
+    if the model has no beginning.
 
     recorded: a recorded step for this number of sequences of that length, if there is one
     """
@@ -188,8 +188,8 @@ class _PreallocatedLayer(DynamicLayer):
 
 
 class _GroupedHeads(TorchFunctionMode):
-    """While it is open, query heads that share keys attend as if they were tokens of one head, if there is
-    one token: on the CPU this is four times as fast."""
+    """While the block is open, query heads that share keys attend as if they were tokens of one head, if
+    there is one token: on the CPU this is four times as fast."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -42,7 +42,7 @@ class TextFit:
 
     @property
     def notice(self) -> str | None:
-        """A warning for the user; None if the text fits."""
+        """Return a warning for the user; None if the text fits."""
         if self.fits:
             return None
         own = "" if self.own is None else f"what the model writes itself takes {self.own:.2f}, "
@@ -64,15 +64,15 @@ class TextFit:
 def measure_fit(
     checkpoint: Checkpoint, text: Tensor, own: Tensor | None, vocabulary: int, device: torch.device
 ) -> TextFit:
-    """How well a text fits the model, measured on a few sequences of the text and of the model, int64 [S,
-    T]."""
+    """Return how well a text fits the model, measured on a few sequences of the text and of the model, int64
+    [S, T]."""
     few = text[torch.linspace(0, len(text) - 1, min(len(text), SEQUENCES_READ)).long()]
     on_own = None if own is None else _nats_on(checkpoint, own[:SEQUENCES_READ], device)
     return TextFit(_nats_on(checkpoint, few, device), on_own, math.log(vocabulary))
 
 
 def _nats_on(checkpoint: Checkpoint, sequences: Tensor, device: torch.device) -> float:
-    """Mean nats per token, one decoder layer in memory at a time."""
+    """Return the mean nats per token, with one decoder layer in memory at a time."""
     with torch.no_grad():
         stream = LayerStream(checkpoint, sequences, device)
         for name in stream.layers:

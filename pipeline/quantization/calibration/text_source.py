@@ -1,4 +1,4 @@
-"""Which calibration text a job reads: one that was given, the recipe's, or the model's own."""
+"""Which calibration text a job reads: a given text, the recipe's, or the model's own."""
 
 from ....layouts.kv.format import KV_FORMATS, largest_of
 from ...records.recipe import Recipe
@@ -9,7 +9,7 @@ from .calibration_needs import CalibrationNeeds
 def text_source(
     recipe: Recipe, needs: CalibrationNeeds, for_kv_scales: bool, given: str | None
 ) -> str | None:
-    """The text to read; None if nothing uses a text, or nothing needs one and none was given.
+    """Return the text to read; None if nothing uses a text, or nothing needs one and none was given.
 
     for_kv_scales: whether the KV format takes scales, which a text improves
     given:         the text that the user named
@@ -21,12 +21,12 @@ def text_source(
 
 
 def budget_source(recipe: Recipe, given: str | None) -> str:
-    """The text on which formats are compared under a budget."""
+    """Return the text on which formats are compared under a budget."""
     return given or recipe.calibration or SELF
 
 
 def kv_description(kv_format: str, text: str | None) -> str:
-    """A description of the KV format, and of the text that its scales come from, if it has scales.
+    """Return a description of the KV format, and of the text that its scales come from, if it has scales.
 
     text: the name of the text that is read; None if none is
     """

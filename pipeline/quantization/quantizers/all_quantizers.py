@@ -1,4 +1,4 @@
-"""Every quantizer; import `QUANTIZERS` from here. A new one is one file and one line here."""
+"""Every quantizer; import `QUANTIZERS` from here. A new quantizer is one file and one line in this module."""
 
 from . import (  # noqa: F401 - registers them
     fp8_quantizer,

@@ -1,9 +1,9 @@
 """FP8: for each row or block, the scale under which E4M3 has the least squared error. It reads no file.
 
 E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. So one
-octave of scales, down from the one that makes the row's largest weight 448, covers all grids. The search
-tries it in even steps; then the best grid's codes are scaled once more to fit the row. On weights of the
-bundled checkpoint this takes 8% off the error of the scale of the largest weight.
+octave of scales, down from the scale that makes the row's largest weight 448, covers all grids. The search
+tries this octave in even steps; then the best grid's codes are scaled once more to fit the row. On weights of
+the bundled checkpoint this takes 8% off the error of the scale of the largest weight.
 
 Rows are the last dimension and their weights the first ([K, rows]); sums fold halves. Only single IEEE
 operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
@@ -27,14 +27,14 @@ TO_SPACING = 1.5 * 2.0**20
 
 
 def shared_scale(largest: float) -> Tensor:
-    """fp32 scalar: under it, the largest magnitude of a weight is 448."""
+    """Return an fp32 scalar: under this scale, the largest magnitude of a weight is 448."""
     return torch.tensor(max(largest / E4M3_MAX, SMALLEST))
 
 
 def quantize_fp8(
     weight: Tensor, spec: FP8, scale_dtype: torch.dtype, shared: Tensor | None
 ) -> QuantizedWeight:
-    """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on.
+    """Quantize finite `weight` [N, K] of any float dtype, on the weight's own device.
 
     shared: the fp32 scale of the whole weight, on that device, if `spec` has one
     """
@@ -60,8 +60,8 @@ def quantize_fp8(
 
 
 def quantize_fp8_blocks(weight: Tensor, spec: FP8) -> QuantizedWeight:
-    """Like `quantize_fp8`, in blocks of 128 rows and columns with scales in fp32. Row 0 is the first of a
-    block."""
+    """Quantize like `quantize_fp8`, in blocks of 128 rows and columns with scales in fp32. Row 0 is the first
+    row of a block."""
     n, k = weight.shape
     device, groups, blocks = weight.device, k // BLOCK, -(-n // BLOCK)
     codes = torch.empty(n, k, dtype=E4M3, device=device)
@@ -95,7 +95,7 @@ def _required(shared: Tensor | None) -> Tensor:
 
 
 def _search(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """fp32 [rows], exact in `scale_dtype`: the best scale of each column of x [K, rows]."""
+    """Return fp32 [rows], exact in `scale_dtype`: the best scale of each column of x [K, rows]."""
     base = x.abs().amax(0) / E4M3_MAX
     scratch = torch.empty_like(x), torch.empty_like(x)
     best = torch.full_like(base, -torch.inf)
@@ -112,8 +112,8 @@ def _search(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
 
 
 def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The reduction of `<x, x>` by the nearest codes q, `step · (2<x, q> - step · <q, q>)`, and the scale
-    that fits these codes best."""
+    """Return the reduction of `<x, x>` by the nearest codes q, `step · (2<x, q> - step · <q, q>)`, and the
+    scale that fits these codes best."""
     q = _nearest(x, step, scratch)
     dot = fold(torch.mul(x, q, out=scratch[1]))
     square = fold(q.mul_(q))
@@ -121,7 +121,9 @@ def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple
 
 
 def _nearest(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """The nearest E4M3 values of x [K, rows] divided by `step` [rows], in fp32, ties to the even code."""
+    """Return the nearest E4M3 values of x [K, rows] divided by `step` [rows], in fp32, ties to the even
+    code.
+    """
     y, power = (torch.empty_like(x), torch.empty_like(x)) if scratch is None else scratch
     torch.div(x, step, out=y).clamp_(-E4M3_MAX, E4M3_MAX)
     torch.abs(y, out=power).clamp_(min=SMALLEST_NORMAL)
@@ -131,6 +133,6 @@ def _nearest(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor] | None = No
 
 
 def _stored(step: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """`step` rounded to `scale_dtype`, but never zero."""
+    """Return `step` rounded to `scale_dtype`, but never zero."""
     smallest = max(torch.finfo(scale_dtype).smallest_normal * 2.0**-10, SMALLEST)
     return step.clamp(min=smallest).to(scale_dtype).float()

@@ -1,4 +1,6 @@
-"""The FP8 quantizer: the best scale for each row or block, or one scale that merged weights share."""
+"""The FP8 quantizer: it finds the best scale for each row or block, or one scale that merged weights
+share.
+"""
 
 from collections.abc import Mapping
 
@@ -16,7 +18,7 @@ class FP8Quantizer:
         return None if isinstance(spec, FP8) else f"the FP8 quantizer does not make {spec.label}"
 
     def measure(self, values: Tensor) -> float:
-        """The largest magnitude of the weights."""
+        """Return the largest magnitude of the weights."""
         return float(values.abs().amax())
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:

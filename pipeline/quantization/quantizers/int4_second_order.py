@@ -13,7 +13,9 @@ from .quantizer import QuantizedWeight
 def second_order_int4(
     weight: Tensor, spec: Int4, scale_dtype: torch.dtype, curvature: Curvature
 ) -> QuantizedWeight:
-    """`weight` [N, K] in INT4 with integer zero points, the error of its layer's outputs kept small."""
+    """Return `weight` [N, K] in INT4 with integer zero points, the error of its layer's outputs kept
+    small.
+    """
     grid = IntegerGrid(INT4_CODES, spec.group_size, spec.symmetric, scale_dtype)
     solution = solve(weight, curvature, grid)
     scale, zero = solution.parameters

@@ -10,7 +10,7 @@ from .quantizer import QuantizedWeight
 
 
 def quantize_int8(weight: Tensor, spec: Int8, scale_dtype: torch.dtype = torch.bfloat16) -> QuantizedWeight:
-    """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on."""
+    """Quantize finite `weight` [N, K] of any float dtype, on the weight's own device."""
     n, k = weight.shape
     refusal = spec.refuses(n, k)
     if refusal is not None:

@@ -13,7 +13,7 @@ from .quantizer import QuantizedWeight
 def second_order_int8(
     weight: Tensor, spec: Int8, scale_dtype: torch.dtype, curvature: Curvature
 ) -> QuantizedWeight:
-    """`weight` [N, K] in INT8, the error of its layer's outputs kept small."""
+    """Return `weight` [N, K] in INT8, the error of its layer's outputs kept small."""
     solution = solve(weight, curvature, IntegerGrid(INT8_CODES, spec.group_size, True, scale_dtype))
     scale = solution.parameters[0]
     grouped = solution.values.view(*scale.shape, -1)

@@ -5,9 +5,9 @@ The error of weight i counts `importance[i]` times. For a vector of magnitudes x
 every scale after that takes one addition and one minimum. Signs are those of the weights; the format allows
 only an even number of minus signs, so if it is odd, the sign whose change costs least is changed.
 
-Scales of blocks are searched over ratios of the largest magnitude; then the super-block's fp16 scale and the
-blocks' four bits are fitted to them, and the entries are fitted to the resulting scales; both steps run
-twice. It reads no file.
+Scales of blocks are searched over ratios of the largest magnitude. Then the super-block's fp16 scale and the
+blocks' four bits are fitted to these scales, and the entries to the resulting scales. Both steps run twice.
+It reads no file.
 """
 
 import torch
@@ -41,7 +41,7 @@ CHUNKS = 1 << 15, 1 << 22
 
 
 def quantize_iq2_xxs(weight: Tensor, spec: IQ2XXS, importance: Tensor | None = None) -> QuantizedWeight:
-    """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on.
+    """Quantize finite `weight` [N, K] of any float dtype, on the weight's own device.
 
     importance: fp32 [K], positive, such as the mean square of each input; None counts all columns alike
     """
@@ -69,7 +69,7 @@ def quantize_iq2_xxs(weight: Tensor, spec: IQ2XXS, importance: Tensor | None = N
 
 
 def _solve(x: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """`words` and `scale` of rows x [rows, K]; importance: [K]."""
+    """Return `words` and `scale` of rows x [rows, K]; importance: [K]."""
     rows = x.shape[0]
     vectors, weights = x.view(-1, LENGTH), importance.expand_as(x).reshape(-1, LENGTH)
     magnitudes, patterns = _signs_apart(vectors, weights)
@@ -93,7 +93,9 @@ def _solve(x: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _signs_apart(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Magnitudes for an even number of minus signs (one may be negative), and the seven stored signs."""
+    """Return magnitudes for an even number of minus signs (one may be negative), and the seven stored
+    signs.
+    """
     negative = vectors < 0
     cost = torch.where(vectors != 0, weights * vectors.abs(), 0.0)
     turned = cost.argmin(1, keepdim=True)
@@ -105,7 +107,7 @@ def _signs_apart(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _search(magnitudes: Tensor, dots: Tensor, squares: Tensor, scratch: Tensor) -> Tensor:
-    """The best of the candidate scales of every block, [blocks]."""
+    """Return the best of the candidate scales of every block, [blocks]."""
     largest = magnitudes.abs().view(-1, BLOCK).amax(1) / MAGNITUDES[-1]
     best = torch.full_like(largest, torch.inf)
     scale = largest.clone()
@@ -121,12 +123,13 @@ def _search(magnitudes: Tensor, dots: Tensor, squares: Tensor, scratch: Tensor) 
 
 
 def _nearest(dots: Tensor, squares: Tensor, scale: Tensor, scratch: Tensor) -> Tensor:
-    """The codebook entry of every vector [vectors, 1] with the least error at its block's scale."""
+    """Return the codebook entry of every vector [vectors, 1] with the least error at its block's scale."""
     return torch.addcmul(dots, squares, _spread(scale), out=scratch).argmin(1, keepdim=True)
 
 
 def _fit(wanted: Tensor, dot: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-    """The best super-block scales [super-blocks], in fp16's numbers, and blocks' codes [super-blocks, 8].
+    """Return the best super-block scales [super-blocks], in fp16's numbers, and blocks' codes [super-blocks,
+    8].
 
     A block's error at scale s is `s² square - 2 s dot` above that of zero.
     """
@@ -153,5 +156,5 @@ def _spread(scale: Tensor) -> Tensor:
 
 
 def _by_block(values: Tensor) -> Tensor:
-    """The sum of each block's vectors, [blocks], from `values` [vectors, 1]."""
+    """Return the sum of each block's vectors, [blocks], from `values` [vectors, 1]."""
     return values.view(-1, VECTORS).sum(1)

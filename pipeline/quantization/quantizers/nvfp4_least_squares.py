@@ -2,12 +2,12 @@
 
 With s = e4m3 · global, the best codes of a group x are the nearest ones to x/s, so its error is a function of
 its scale alone, and the search tries scales: from two E4M3 codes below the one that makes the largest weight
-6 to six above it. That includes the scale that makes it 4 ("four over six": if the largest is 4, the codes
-are closer together). On trained weights, other scales change no digit of a model's error.
+6 to six above it. That includes the scale that makes the largest weight 4 ("four over six": if the largest is
+4, the codes are closer together). On trained weights, other scales change no digit of a model's error.
 
-The global scale is a power of two. E4M3 is a floating-point grid and as fine under any global scale; under
-this one each product of code, scale and global scale is exact in bf16 and fp32, and so are the reciprocal and
-every order in which a reader multiplies or divides. The judged values are bit for bit the served ones.
+The global scale is a power of two. E4M3 is a floating-point grid and as fine under any global scale; under a
+power of two each product of code, scale and global scale is exact in bf16 and fp32, and so are the reciprocal
+and every order in which a reader multiplies or divides. The judged values are bit for bit the served ones.
 
 Groups lie along the last dimension and elements along the first ([16, groups]); sums fold halves. Only
 single IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or
@@ -36,7 +36,9 @@ TO_HALF_SPACING = 2.0**22
 
 
 def shared_global_scale(largest: float, code: float = LARGEST_CODE_OF_FINER_GRID) -> Tensor:
-    """fp32 scalar: the least power of two under which 448 reaches the scale of `largest` as `code`."""
+    """Return an fp32 scalar: the least power of two under which 448 reaches the scale of `largest` as
+    `code`.
+    """
     if largest == 0:
         return torch.tensor(1.0)
     exponent = math.ceil(math.log2(largest) - math.log2(code * E4M3_MAX))
@@ -44,7 +46,7 @@ def shared_global_scale(largest: float, code: float = LARGEST_CODE_OF_FINER_GRID
 
 
 def quantize_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor) -> QuantizedWeight:
-    """Quantize finite `weight` [N, K] of any float dtype, on the device it lies on.
+    """Quantize finite `weight` [N, K] of any float dtype, on the weight's own device.
 
     global_scale: fp32 scalar on that device; whatever it is, the search is the same
     """
@@ -78,7 +80,7 @@ def quantize_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor) -> Quantiz
 
 
 def _search(x: Tensor, global_scale: Tensor) -> Tensor:
-    """uint8, the E4M3 byte of the best scale of each column of magnitudes x [16, groups]."""
+    """Return the E4M3 byte, uint8, of the best scale of each column of magnitudes x [16, groups]."""
     wanted = (x.amax(0) / (E2M1_MAX * global_scale)).clamp_(max=E4M3_MAX)
     first = wanted.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
     scratch = torch.empty_like(x), torch.empty_like(x)
@@ -95,7 +97,7 @@ def _search(x: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
-    """The reduction of `<x, x>` by the nearest codes: `step · (2<x, q> - step · <q, q>)`."""
+    """Return the reduction of `<x, x>` by the nearest codes: `step · (2<x, q> - step · <q, q>)`."""
     q = _nearest_e2m1(x, _reciprocal(step), scratch)
     dot = fold(torch.mul(x, q, out=scratch[1]))
     square = fold(q.mul_(q))
@@ -103,10 +105,10 @@ def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> Tenso
 
 
 def _nearest_e2m1(x: Tensor, reciprocal: Tensor, scratch: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Magnitudes of the nearest codes of magnitudes x [16, groups], ties to the even code, in fp32.
+    """Return magnitudes of the nearest codes of magnitudes x [16, groups], ties to the even code, in fp32.
 
-    Codes are 0.5 apart below 2, 1 apart below 4, then 2: half of the largest power of two that is not above y
-    (1 for small y). Adding that power times 2^22 leaves no room for anything finer.
+    Codes are 0.5 apart below 2, 1 apart from 2 to 4, then 2 apart: half of the largest power of two that is
+    not above y (1 for small y). Adding that power times 2^22 leaves no room for anything finer.
     """
     y, power = (torch.empty_like(x), torch.empty_like(x)) if scratch is None else scratch
     torch.mul(x, reciprocal, out=y).clamp_(max=E2M1_MAX)
@@ -117,17 +119,19 @@ def _nearest_e2m1(x: Tensor, reciprocal: Tensor, scratch: tuple[Tensor, Tensor] 
 
 
 def codes_of(magnitude: Tensor) -> Tensor:
-    """uint8 codes 0..7 of 0, 0.5, 1, 1.5, 2, 3, 4 and 6: below 2 twice the value, then one less and so on."""
+    """Return uint8 codes 0..7 of 0, 0.5, 1, 1.5, 2, 3, 4 and 6: below 2 twice the value, from 2 on one less
+    and so on.
+    """
     doubled = magnitude * 2
     above_two = torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4)
     return torch.where(magnitude < 2, doubled, above_two).to(torch.uint8)
 
 
 def _step(scale: Tensor, global_scale: Tensor) -> Tensor:
-    """The value of a code of 1: fp32, from E4M3 bytes."""
+    """Return the value of a code of 1, fp32, from E4M3 bytes."""
     return scale.view(torch.float8_e4m3fn).float() * global_scale
 
 
 def _reciprocal(step: Tensor) -> Tensor:
-    """1/step, and 0 if step is 0: such a group is all zeros."""
+    """Return 1/step, and 0 if step is 0: such a group is all zeros."""
     return torch.where(step > 0, 1.0 / step, 0.0)

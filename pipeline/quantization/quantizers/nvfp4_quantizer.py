@@ -19,7 +19,7 @@ class NVFP4Quantizer:
         return None if isinstance(spec, NVFP4) else f"the NVFP4 quantizer does not make {spec.label}"
 
     def measure(self, values: Tensor) -> float:
-        """The largest magnitude of the weights."""
+        """Return the largest magnitude of the weights."""
         return float(values.abs().amax())
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class NVFP4Quantizer:
         return isinstance(spec, NVFP4) and spec.activations
 
     def input_format(self, spec: WeightFormat, largest: float) -> NVFP4Input:
-        """The input format whose global scale is the least power of two with which 448 times 6 reaches
+        """Return the input format whose global scale is the least power of two with which 448 times 6 reaches
         `largest`."""
         return NVFP4Input(shared_global_scale(largest, E2M1_MAX), divides=False)
 

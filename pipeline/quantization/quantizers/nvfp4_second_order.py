@@ -13,7 +13,9 @@ SMALLEST = 2.0**-120
 
 
 class NVFP4Grid:
-    """NVFP4's grid. Its only parameter is the value of a code of 1: the E4M3 scale times the global scale."""
+    """NVFP4's grid. The grid's only parameter is the value of a code of 1: the E4M3 scale times the global
+    scale.
+    """
 
     group_size = GROUP_SIZE
     offsets = sorted(range(-CODES_BELOW, CODES_ABOVE + 1), key=abs)
@@ -57,7 +59,7 @@ class NVFP4Grid:
 def second_order_nvfp4(
     weight: Tensor, spec: NVFP4, global_scale: Tensor, curvature: Curvature
 ) -> QuantizedWeight:
-    """`weight` [N, K] in NVFP4 under `global_scale`, the error of its layer's outputs kept small."""
+    """Return `weight` [N, K] in NVFP4 under `global_scale`, the error of its layer's outputs kept small."""
     solution = solve(weight, curvature, NVFP4Grid(global_scale))
     (step,) = solution.parameters
     n, k = weight.shape

@@ -1,7 +1,8 @@
 """The quantizer seam: from float weights to a weight format's numbers.
 
-One file in this folder for each, named after its format; `all_quantizers.py` registers them. A quantizer
-reads no file and knows no checkpoint: `weight_tensors.py` hands it blocks of rows and puts them together.
+There is one file in this folder for each quantizer, named after its format; `all_quantizers.py` registers the
+quantizers. A quantizer reads no file and knows no checkpoint: `weight_tensors.py` hands it blocks of rows and
+puts the results together.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ class Quantizer(Protocol):
     """Makes the weights of one format."""
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        """None if it makes weights of `spec`, otherwise the reason in a few words."""
+        """Return None if the quantizer makes weights of `spec`, otherwise the reason in a few words."""
         ...
 
     def quantize(
@@ -64,7 +65,9 @@ class WeighingQuantizer(Quantizer, Protocol):
     """A quantizer that takes into account how much each input matters."""
 
     def quantize_weighted(self, values: Tensor, spec: WeightFormat, importance: Tensor) -> QuantizedWeight:
-        """Like `quantize`, but the error of column k counts `importance[k]` times; fp32 [K], positive."""
+        """Quantize like `quantize`, but count the error of column k `importance[k]` times; fp32 [K],
+        positive.
+        """
         ...
 
 
@@ -73,7 +76,7 @@ class CorrectingQuantizer(Quantizer, Protocol):
     """A quantizer that can minimize the error of a layer's outputs instead of its weights'."""
 
     def columns_together(self, spec: WeightFormat) -> int:
-        """The number of consecutive columns that are solved together: those of one group."""
+        """Return the number of consecutive columns that are solved together: those of one group."""
         ...
 
     def correct(
@@ -84,25 +87,33 @@ class CorrectingQuantizer(Quantizer, Protocol):
         shared: Mapping[str, Tensor],
         curvature: Curvature,
     ) -> QuantizedWeight:
-        """Like `quantize`, for all rows at once, given the curvature of the inputs (`second_order.py`)."""
+        """Quantize like `quantize`, for all rows at once, given the curvature of the inputs
+        (`second_order.py`).
+        """
         ...
 
     def levels(self, weight: Weight) -> Levels:
-        """The levels that its numbers may move to (`learned_rounding.py`), on the device of `weight`."""
+        """Return the levels that a weight's numbers may move to (`learned_rounding.py`), on the device of
+        `weight`.
+        """
         ...
 
 
 @runtime_checkable
 class SharingQuantizer(Quantizer, Protocol):
-    """A quantizer of a format with tensors that merged weights share: found before anything is quantized."""
+    """A quantizer of a format with tensors that merged weights share: these tensors are found before anything
+    is quantized.
+    """
 
     def measure(self, values: Tensor) -> float:
-        """A number computed from rows [rows, K]; the largest over all blocks decides the shared tensors."""
+        """Return a number computed from rows [rows, K]; the largest over all blocks decides the shared
+        tensors.
+        """
         ...
 
     def shared_tensors(self, spec: WeightFormat, largest: float) -> dict[str, Tensor]:
-        """The tensors that `spec.shared` names; largest: the result of `measure` over all weights that share
-        them
+        """Return the tensors that `spec.shared` names; largest: the result of `measure` over all weights that
+        share them
         """
         ...
 
@@ -112,11 +123,11 @@ class CalibratingQuantizer(Quantizer, Protocol):
     """A quantizer of a format that can also round a layer's input, with scales from a calibration text."""
 
     def calibrates(self, spec: WeightFormat) -> bool:
-        """Whether `spec` rounds inputs as well."""
+        """Say whether `spec` rounds inputs as well."""
         ...
 
     def input_format(self, spec: WeightFormat, largest: float) -> InputFormat:
-        """How an input is rounded if its largest magnitude on the text is `largest`."""
+        """Return how an input is rounded if its largest magnitude on the text is `largest`."""
         ...
 
 

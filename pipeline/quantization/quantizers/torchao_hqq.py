@@ -1,6 +1,6 @@
 """torchao's own HQQ, with its fractional zero points, in our weight format; only torchao's form stores it.
 
-Not the default: `int4_least_squares.py` is faster, more accurate and readable by every engine.
+HQQ is not the default: `int4_least_squares.py` is faster, more accurate and readable by every engine.
 """
 
 import torch
@@ -13,7 +13,7 @@ BITS = 4
 
 
 def quantize_int4_fractional(weight: Tensor, spec: Int4, scale_dtype: torch.dtype) -> QuantizedWeight:
-    """Quantize finite `weight` [N, K] by torchao's function, on the device it lies on."""
+    """Quantize finite `weight` [N, K] by torchao's function, on the weight's own device."""
     from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
 
     k = weight.shape[1]

@@ -27,7 +27,9 @@ GRACE_SECONDS = 10.0
 
 
 def devices_of(words: str) -> list[str]:
-    """`all`, GPUs by number (`0,1`) or by torch's names (`cuda:0,cuda:1`, `cpu,cpu`), as torch's names."""
+    """Return torch's names of `all`, of GPUs by number (`0,1`) or of torch's names (`cuda:0,cuda:1`,
+    `cpu,cpu`).
+    """
     if words == "all":
         count = torch.cuda.device_count()
         if not count:
@@ -45,7 +47,7 @@ def devices_of(words: str) -> list[str]:
 
 
 def run_on(devices: Sequence[str], words: Sequence[str], silent: bool = False) -> int:
-    """Run `pipeline WORDS --device DEVICE` on each; returns the first exit status that is not 0, or 0.
+    """Run `pipeline WORDS --device DEVICE` on each device; return the first exit status that is not 0, or 0.
 
     silent: without its summary on stdout
     """
@@ -89,7 +91,7 @@ def _first_failure(processes: dict[str, subprocess.Popen[bytes]]) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all processes. Those that know of a failure end by themselves; the others are stopped."""
+    """End all processes. Processes that know of a failure end by themselves; the others are stopped."""
     deadline = time.monotonic() + GRACE_SECONDS
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

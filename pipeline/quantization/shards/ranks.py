@@ -1,9 +1,9 @@
 """The processes of one quantize job, on one or several machines: who does which part, and whether one has
 failed.
 
-They share the output folder, which holds all finished work; torch.distributed's key-value store carries only
-turns, counts and digests. No collective is used, so none can hang: a waiting process checks whether another
-one has failed or become silent. A single process runs the same code over its own store.
+The processes share the output folder, which holds all finished work; torch.distributed's key-value store
+carries only turns, counts and digests. No collective is used, so none can hang: a waiting process checks
+whether another one has failed or become silent. A single process runs the same code over its own store.
 """
 
 import json
@@ -63,7 +63,9 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """If one process ends with an error, all end, with its reason; at the end all leave together."""
+        """If one process ends with an error, all processes end, with its reason; at the end all leave
+        together.
+        """
         ended = threading.Event()
         beat = threading.Thread(target=self._beat, args=(ended,), daemon=True)
         if self.size > 1:
@@ -81,17 +83,17 @@ class Ranks:
             ended.set()
 
     def deal(self, what: str, steps: Sequence[T], cost: Callable[[T], int]) -> Iterator[T]:
-        """The steps of this process: a free process takes the most expensive one that is left.
+        """Yield the steps of this process: a free process takes the most expensive step that is left.
 
-        A single process takes them in order. All processes must pass the same steps.
+        A single process takes the steps in order. All processes must pass the same steps.
         """
         ordered = steps if self.size == 1 else sorted(steps, key=cost, reverse=True)
         while (index := self.count(f"{what} dealt", 1) - 1) < len(ordered):
             yield ordered[index]
 
     def count(self, what: str, more: int) -> int:
-        """Add to a count that all share; returns the new value. Raises an error if another process has
-        failed.
+        """Add to a count that all processes share; return the new value. An error is raised if another
+        process has failed.
         """
         with self._reaching():
             self._refuse_failed()
@@ -110,7 +112,7 @@ class Ranks:
         return done
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """The `value` of every process, which JSON can hold, in the order of the ranks."""
+        """Return the `value` of every process, which JSON can hold, in the order of the ranks."""
         with self._reaching():
             self._store.set(f"{what} of {self.rank}", json.dumps(value))
         keys = [f"{what} of {rank}" for rank in range(self.size)]
@@ -192,9 +194,10 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """The job for which torchrun, or our own launcher, has started this process; otherwise a job by itself.
+    """Return the job for which torchrun, or our own launcher, has started this process; otherwise a job by
+    itself.
 
-    Read from torchrun's environment. UserError if the others cannot be reached.
+    Read from torchrun's environment. Raise UserError if the other processes cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Ranks(HashStore())
@@ -211,9 +214,9 @@ def join_ranks() -> Ranks:
 
 
 def local_device(device: str | torch.device | None, ranks: Ranks) -> str | torch.device | None:
-    """`device`, or this process's own GPU of the machine if `device` names no number.
+    """Return `device`, or this process's own GPU of the machine if `device` names no number.
 
-    None if it is left open (`auto`).
+    The result is None if the device is left open (`auto`).
     """
     device = None if device == "auto" else device
     if ranks.size == 1 or str(device or "cuda") != "cuda" or not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Writing one safetensors file a tensor at a time, so that memory never holds more than one tensor.
 
-The header comes first in the file but is known last: room is kept for it and it is padded with spaces, as the
-format allows. Not for deciding which tensor goes into which file.
+The header comes first in the file but is known last: room is kept for the header, and it is padded with
+spaces, as the format allows. `write_shards.py` decides which tensor goes into which file.
 """
 
 import json
@@ -70,7 +70,7 @@ class ShardWriter:
 
 
 def header_room(names: Iterable[str], metadata: dict[str, str]) -> int:
-    """Bytes that a header with these tensors and this metadata cannot exceed."""
+    """Return the bytes that a header with these tensors and this metadata cannot exceed."""
     longest_entry = len('"":{"dtype":"F8_E4M3","shape":[],"data_offsets":[,]},') + 6 * 20
     escaped = sum(len(json.dumps(name)) + longest_entry for name in names)
     return escaped + len(json.dumps(metadata)) + 64

@@ -1,7 +1,7 @@
 """Tensors that merged weights share: the groups of weights that share them, and the pass that computes them.
 
-A format names such tensors in `shared`; its quantizer computes them. They must be known before the first
-weight is quantized, so weights are read twice; measurements are kept in the work record.
+A format names such tensors in `shared`; its quantizer computes them. Shared tensors must be known before the
+first weight is quantized, so weights are read twice; measurements are kept in the work record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ def find_shared_tensors(
     ranks: Ranks,
     progress: bool,
 ) -> Shared:
-    """The shared tensors of every weight whose format has any; if no format has any, empty, and nothing is
-    read.
+    """Return the shared tensors of every weight whose format has any; if no format has any, nothing is read
+    and the result is empty.
 
     shards: measurements are kept in the record after each shard
     """
@@ -70,7 +70,7 @@ def shared_in(
     spec: WeightFormat,
     quantizer: WeightQuantizer,
 ) -> Shared:
-    """The shared tensors of `linears`, all in `spec`, read here; leaders: from `merged_under`"""
+    """Return the shared tensors of `linears`, all in `spec`, read here; leaders: from `merged_under`"""
     if not spec.shared:
         return {}
     sharer = _sharing_quantizer(spec)
@@ -107,7 +107,9 @@ def _measure(
 
 
 def _groups(checkpoint: Checkpoint, sharing: Sequence[WeightTask]) -> list[tuple[WeightFormat, list[str]]]:
-    """The modules that share, with their format; a module that shares with no other is its own group."""
+    """Return the modules that share, with their format; a module that shares with no other is its own
+    group.
+    """
     leaders = merged_under(checkpoint, [task.linear for task in sharing if task.linear is not None])
     groups: dict[tuple[WeightFormat, str], list[str]] = {}
     for task in sharing:
@@ -118,7 +120,7 @@ def _groups(checkpoint: Checkpoint, sharing: Sequence[WeightTask]) -> list[tuple
 
 
 def merged_under(checkpoint: Checkpoint, linears: Sequence[LinearWeight]) -> dict[str, str]:
-    """For each module, the place in the model of the first weight that is merged with it, or its own
+    """Return, for each module, the place in the model of the first weight that is merged with it, or its own
     place.
     """
     merged = merge_groups(checkpoint, torch.bfloat16)

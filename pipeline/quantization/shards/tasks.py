@@ -1,6 +1,7 @@
 """A recipe applied to a checkpoint: for every tensor, in file order, whether and how it is quantized.
 
-All this is decided before any weight is read, so that a recipe that does not fit is refused at once.
+Every tensor's treatment is decided before any weight is read, so that a recipe that does not fit is refused
+at once.
 """
 
 import json
@@ -63,7 +64,7 @@ class WeightTask:
 
     @property
     def written_name(self) -> str:
-        """The name of the tensor that the task writes if it stays unquantized."""
+        """Return the name of the tensor that the task writes if it stays unquantized."""
         if self.bias is not None:
             return self.bias.name
         return f"{self.linear.module}.weight" if self.linear else self.tensor
@@ -90,24 +91,24 @@ class QuantizationTasks:
 
     @property
     def specs(self) -> dict[str, WeightFormat]:
-        """The format of each quantized module."""
+        """Return the format of each quantized module."""
         return {task.linear.module: task.spec for task in self.in_order if task.linear and task.is_quantized}
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of each quantized module."""
+        """Return (N, K) of each quantized module."""
         linears = [task.linear for task in self.in_order if task.linear and task.is_quantized]
         return {linear.module: (linear.n, linear.k) for linear in linears}
 
     @property
     def embeddings(self) -> list[str]:
-        """Quantized modules that are embeddings."""
+        """Return quantized modules that are embeddings."""
         linears = [task.linear for task in self.in_order if task.linear and task.is_quantized]
         return [linear.module for linear in linears if linear.role == EMBEDDING]
 
 
 def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
-    """Bytes read to carry out a task."""
+    """Return the bytes read to carry out a task."""
     info = checkpoint.tensors[task.tensor]
     if task.bias is not None:
         return info.shape[-1] * info.dtype.itemsize
@@ -115,7 +116,7 @@ def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
 
 
 def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
-    """Apply `recipe`. UserError for a pattern that matches nothing, or a shape that does not fit the
+    """Apply `recipe`. Raise UserError for a pattern that matches nothing, or a shape that does not fit the
     format."""
     weights = find_linear_weights(checkpoint)
     linears = {weight.module: weight for group in weights.linears.values() for weight in group}
@@ -172,8 +173,8 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
 
 
 def _counted(linears: Collection[str], others: Mapping[str, str]) -> str:
-    """The number of linear weights, and of tensors that only look like some: `16 × Conv1D weight, not a
-    Linear`."""
+    """Return the number of linear weights, and of tensors that only look like linear weights: `16 × Conv1D
+    weight, not a Linear`."""
     unlike = Counter(kind for kind in others.values() if kind.endswith(NOT_LINEAR))
     return ", ".join(
         [f"{len(linears)} linear weights", *(f"{count} × {kind}" for kind, count in unlike.items())]
@@ -183,8 +184,8 @@ def _counted(linears: Collection[str], others: Mapping[str, str]) -> str:
 def _for_other_readers(
     linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat]
 ) -> dict[str, WeightFormat]:
-    """Records the modules that get another format because other readers do not support theirs in a model with
-    quantized experts.
+    """Record the modules that get another format because other readers do not support their format in a model
+    with quantized experts.
     """
     if not any(linears[module].is_expert for module in chosen):
         return {}
@@ -193,7 +194,7 @@ def _for_other_readers(
 
 
 def _how_small(linears: Mapping[str, LinearWeight], weight: LinearWeight) -> str | None:
-    """The reason why `weight` is too small for other readers; None if it is not."""
+    """Return the reason why `weight` is too small for other readers; None if it is not."""
     parent, _, leaf = weight.module.rpartition(".")
     together = [f"{parent}.{name}" for name in MERGED] if leaf in MERGED else [weight.module]
     n = sum(linears[module].n for module in together if module in linears)
@@ -209,7 +210,7 @@ def _own_head(linears: Iterable[LinearWeight]) -> tuple[str, str] | None:
 
 
 def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
-    """The format of `weight`, or the reason why it stays unquantized."""
+    """Return the format of `weight`, or the reason why it stays unquantized."""
     names = {weight.module, weight.tensor}
     if any(matches(pattern, name) for pattern in recipe.ignore for name in names):
         return IGNORED
@@ -237,19 +238,19 @@ def _decide(recipe: Recipe, weight: LinearWeight) -> WeightFormat | str:
 
 
 def rule_for(recipe: Recipe, weight: LinearWeight) -> Rule | None:
-    """The first of the recipe's rules that names `weight`."""
+    """Return the first of the recipe's rules that names `weight`."""
     names = {weight.module, weight.tensor}
     return next((r for r in recipe.rules if any(matches(r.modules, name) for name in names)), None)
 
 
 def _all_names(checkpoint: Checkpoint, weights: ModelWeights) -> set[str]:
-    """Every name in the checkpoint and of its linear layers, in or beside the language model."""
+    """Return every name in the checkpoint and of its linear layers, in or beside the language model."""
     tensors = {name for tensor in checkpoint.tensors for name in (tensor, tensor.removesuffix(WEIGHT))}
     return tensors.union(*(reader.linears for reader in weights.readers))
 
 
 def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight], names: Collection[str]) -> None:
-    """UserError for a pattern that matches nothing; a pattern that only keeps weights that no recipe
+    """Raise UserError for a pattern that matches nothing; a pattern that only keeps weights that no recipe
     quantizes is allowed.
 
     names: names that a pattern may keep
@@ -281,7 +282,7 @@ def _refuse_idle_patterns(recipe: Recipe, linears: Iterable[LinearWeight], names
 
 
 def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
-    """Module names with the numbers of layers and experts left out, the most frequent first."""
+    """Return module names with the numbers of layers and experts left out, the most frequent first."""
     kinds = Counter(
         ".".join("*" if part.isdigit() else part for part in weight.module.split(".")) for weight in linears
     )
@@ -289,8 +290,8 @@ def _kinds(linears: Iterable[LinearWeight]) -> list[str]:
 
 
 def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str, WeightFormat]) -> UserError:
-    """An error text that lists every kind of layer that cannot have its format, and the rules that would
-    fit.
+    """Return an error text that lists every kind of layer that cannot have its format, and the rules that
+    would fit.
     """
     said, rules = [], []
     by_kind = {next(iter(_kinds([weight]))): weight for weight in reversed(linears)}
@@ -312,13 +313,13 @@ def _unfit(recipe: Recipe, linears: Sequence[LinearWeight], chosen: Mapping[str,
 def _fitted(
     linears: Mapping[str, LinearWeight], chosen: Mapping[str, WeightFormat], unfit: Iterable[str]
 ) -> dict[str, WeightFormat]:
-    """The nearest format of each module that cannot have its own; modules without one are left out."""
+    """Return the nearest format of each module that cannot have its own; modules without one are left out."""
     nearest = {m: chosen[m].nearest(linears[m].n, linears[m].k) for m in unfit}
     return {module: spec for module, spec in nearest.items() if spec is not None}
 
 
 def _said(unfit: Mapping[str, str], fitted: Mapping[str, WeightFormat]) -> str:
-    """The fitted formats as text: `48 x INT4 g64, zero points (K = 2880 is no multiple of group size
+    """Return the fitted formats as text: `48 x INT4 g64, zero points (K = 2880 is no multiple of group size
     128)`."""
     counts = Counter(
         (fitted[module].label if module in fitted else "kept as it is", reason)
@@ -328,7 +329,7 @@ def _said(unfit: Mapping[str, str], fitted: Mapping[str, WeightFormat]) -> str:
 
 
 def _changes(own: WeightFormat, refused: WeightFormat, wanted: WeightFormat) -> list[str]:
-    """The YAML of a rule that asks for `wanted`, if the recipe asks for `own` elsewhere."""
+    """Return the YAML of a rule that asks for `wanted`, if the recipe asks for `own` elsewhere."""
     is_own = type(own) is type(wanted)
     known, tried = parameters(own) if is_own else {}, parameters(refused)
     changed = {

@@ -1,6 +1,6 @@
 """Carries out one task: reads a weight a block of rows at a time, and quantizes or copies it.
 
-Not for writing; `write_shards.py` hands the tensors to the shard's writer.
+Writing is left to `write_shards.py`, which hands the tensors to the shard's writer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ class WeightQuantizer:
     def quantize(
         self, checkpoint: Checkpoint, linear: LinearWeight, spec: WeightFormat, shared: Mapping[str, Tensor]
     ) -> QuantizedWeight:
-        """Quantize one linear weight. UserError if it holds a NaN or an infinity."""
+        """Quantize one linear weight. Raise UserError if the weight holds a NaN or an infinity."""
         quantizer = QUANTIZERS[spec.name]
         here = {name: tensor.to(self.device) for name, tensor in shared.items()}
         parts = []
@@ -53,14 +53,14 @@ class WeightQuantizer:
         return _merged(parts)
 
     def measure(self, checkpoint: Checkpoint, linear: LinearWeight, quantizer: SharingQuantizer) -> float:
-        """The measurement that decides the tensors that `linear` shares. UserError if it holds a NaN or an
-        infinity.
+        """Return the measurement that decides the tensors that `linear` shares. Raise UserError if a weight
+        holds a NaN or an infinity.
         """
         return max(quantizer.measure(values) for values in self._blocks(checkpoint, linear))
 
     def _blocks(self, checkpoint: Checkpoint, linear: LinearWeight, together: int = 1) -> Iterator[Tensor]:
-        """Blocks of rows of a weight. together: a divisor of every block's number of rows except the last
-        one's"""
+        """Yield blocks of rows of a weight. together: a divisor of every block's number of rows except the
+        last one's"""
         rows = (CPU_BLOCK if self.device.type == "cpu" else GPU_BLOCK) // linear.k
         rows = max(together, rows // together * together)
         for start in range(0, linear.n, rows):
@@ -70,7 +70,7 @@ class WeightQuantizer:
 
 
 def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: int) -> Tensor:
-    """Rows `start:stop` of a linear weight [N, K], wherever in its tensor they lie."""
+    """Return rows `start:stop` of a linear weight [N, K], wherever in its tensor they lie."""
     if weight.transposed:
         slice_ = read_rows(checkpoint, weight.tensor, 0, weight.k, weight.expert)
         return slice_.T[weight.row_slice][start:stop].contiguous()
@@ -82,7 +82,7 @@ def read_linear(checkpoint: Checkpoint, weight: LinearWeight, start: int, stop: 
 
 
 def read_bias(checkpoint: Checkpoint, bias: ExpertBias) -> Tensor:
-    """One expert's bias [N], from the tensor of all biases."""
+    """Return one expert's bias [N], from the tensor of all biases."""
     row = checkpoint.tensors[bias.tensor].read_rows(bias.expert, bias.expert + 1)[0]
     values = row[bias.rows].contiguous()
     refuse_non_finite(checkpoint, bias.tensor, values)
@@ -90,7 +90,9 @@ def read_bias(checkpoint: Checkpoint, bias: ExpertBias) -> Tensor:
 
 
 def read_kept(checkpoint: Checkpoint, info: TensorInfo) -> tuple[torch.dtype, Iterator[Tensor]]:
-    """The dtype in which a copied tensor is written, and its elements; FP8 becomes bf16, without scales."""
+    """Return the dtype in which a copied tensor is written, and its elements; FP8 becomes bf16, without
+    scales.
+    """
     if info.dtype in FLOAT8 and scale_of(checkpoint, info.name) is not None:
         return torch.bfloat16, _dequantized_chunks(checkpoint, info)
     return info.dtype, _checked_chunks(checkpoint, info)

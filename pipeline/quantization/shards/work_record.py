@@ -1,8 +1,8 @@
 """The record of a quantize job in its output folder: its parameters, and its finished work.
 
-It makes an interrupted job resumable and protects the folders of other jobs. Each finished shard has its own
-file in the record, so that several processes can work, and records stay small compared with the checkpoint.
-`scalegate.json` replaces all of it.
+The record makes an interrupted job resumable and protects the folders of other jobs. Each finished shard has
+its own file in the record, so that several processes can work, and records stay small compared with the
+checkpoint. `scalegate.json` replaces the whole record.
 """
 
 import contextlib
@@ -73,7 +73,9 @@ class WorkRecord:
 
     @property
     def calibration(self) -> Path:
-        """The folder for results of a calibration text, one file per decoder layer (`calibration.py`)."""
+        """Return the folder for results of a calibration text, one file per decoder layer
+        (`calibration.py`).
+        """
         return self.folder / CALIBRATION_FOLDER
 
     @property
@@ -93,7 +95,9 @@ class WorkRecord:
         write_json(self.folder / RECORD_NAME, {"parameters": self.parameters, "kv": self.kv})
 
     def reload(self) -> "WorkRecord":
-        """The record, updated with the other processes' finished work. UserError if a part cannot be read."""
+        """Return the record, updated with the other processes' finished work. Raise UserError if a part of
+        the record cannot be read.
+        """
         path = self.folder / RECORD_NAME
         try:
             self.kv = _PAIRS.validate_python(read_json_object(path)["kv"])
@@ -148,7 +152,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def finished_artifact(folder: Path, parameters: dict[str, Any]) -> Artifact | None:
-    """The artifact in `folder`, if these parameters made it and its bytes still match; None without one."""
+    """Return the artifact in `folder`, if these parameters made it and its bytes still match; None without
+    one.
+    """
     if not (folder / MANIFEST_NAME).is_file():
         return None
     artifact = Artifact.read(folder)
@@ -162,12 +168,12 @@ def finished_artifact(folder: Path, parameters: dict[str, Any]) -> Artifact | No
 
 
 def begun_in(folder: Path) -> bool:
-    """Whether there is a finished artifact in `folder`, or one whose shards are being written."""
+    """Say whether there is a finished artifact in `folder`, or one whose shards are being written."""
     return (folder / RECORD_NAME).is_file() or (folder / MANIFEST_NAME).is_file()
 
 
 def refuse_foreign(folder: Path) -> None:
-    """UserError if a locked folder has files of other origin."""
+    """Raise UserError if a locked folder has files of other origin."""
     for name in (PARTS_FOLDER, CALIBRATION_FOLDER):
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name} is a symlink; {START_OVER}")
@@ -186,7 +192,9 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def open_record(folder: Path, parameters: dict[str, Any]) -> WorkRecord:
-    """The record of the job interrupted in `folder`, or a new one. UserError if it belongs to another job."""
+    """Return the record of the job interrupted in `folder`, or a new one. Raise UserError if the record
+    belongs to another job.
+    """
     path = folder / RECORD_NAME
     if not path.is_file():
         record = WorkRecord(folder, parameters)
@@ -210,13 +218,13 @@ def _refuse_other_job(folder: Path, recorded: dict[str, Any], parameters: dict[s
 
 
 def _entries(folder: Path) -> list[str]:
-    """The entries of a locked folder, without the lock."""
+    """Return the entries of a locked folder, without the lock."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK_NAME)
 
 
 def clear_folder(folder: Path, copied: Iterable[str]) -> None:
-    """Remove a job's files from `folder`, `copied` names included. UserError if it does not belong to a
-    job.
+    """Remove a job's files from `folder`, `copied` names included. Raise UserError if the folder does not
+    belong to a job.
     """
     if not begun_in(folder) and _entries(folder):
         raise UserError(f"{folder} holds files that `pipeline quantize` did not write; give another folder")

@@ -50,7 +50,9 @@ def _on_all_cores(work: Callable[[slice], None], blocks: Sequence[slice]) -> Non
 
 
 def fold(x: Tensor) -> Tensor:
-    """The sum over the first dimension, in place and in an order that only its length decides."""
+    """Return the sum over the first dimension, computed in place and in an order that only the length
+    decides.
+    """
     length = x.shape[0]
     while length > 1:
         half = length // 2
@@ -60,5 +62,5 @@ def fold(x: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> float:
-    """The sum by numpy's pairwise summation, which uses one thread and one order."""
+    """Return the sum by numpy's pairwise summation, which uses one thread and one order."""
     return float(np.sum(values.cpu().numpy(), dtype=np.float64))

@@ -1,10 +1,11 @@
 """Equalization (AWQ: Lin et al. 2023, arXiv 2306.00978): large inputs get finer weights.
 
-The columns of a group share a scale, so rounding errs alike on all of them, and most where inputs are large.
-Column k of the weights that read a norm's output is multiplied by s[k], and the norm's own weight divided by
-it: before rounding the model computes the same. Here s is a power of the inputs' root mean square, and the
-exponent the one under which the rounded weights' outputs suffer least. Not for inputs that do not come from a
-norm, nor for inputs that an unquantized module, such as a router, reads as well.
+The columns of a group share a scale, so rounding errs alike on all columns of the group, and most where
+inputs are large. Column k of the weights that read a norm's output is multiplied by s[k], and the norm's own
+weight divided by s[k]: before rounding the model computes the same. Here s is a power of the inputs' root
+mean square, and the exponent is the one under which the rounded weights' outputs suffer least. Inputs that do
+not come from a norm are left alone, and so are inputs that an unquantized module, such as a router, reads as
+well.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +57,9 @@ class NormOutputs:
             hook.remove()
 
     def norm_of(self, x: Tensor) -> str | None:
-        """The norm within the layer whose output `x` is; it is kept, so no other tensor has its address."""
+        """Return the norm within the layer whose output `x` is; `x` is kept, so no other tensor has its
+        address.
+        """
         return next(
             (
                 name
@@ -76,7 +79,8 @@ class NormOutputs:
 def scaled_norm(
     norm: Tensor, hessian: Tensor, weights: Sequence[Tensor], rounds: Sequence[Round]
 ) -> Tensor | None:
-    """The norm's weight [K] divided by the best scales, in its own dtype; None if no scales lower the error.
+    """Return the norm's weight [K] divided by the best scales, in its own dtype; None if no scales lower the
+    error.
 
     hessian: fp32 [K, K], the sum of x xᵀ over the norm's outputs
     weights: the weights that read these outputs, fp32 [N, K] each; rounds: how each is rounded
@@ -103,11 +107,13 @@ def scaled_norm(
 
 
 def column_scales(norm: Tensor, divided: Tensor) -> Tensor:
-    """The scales of the columns, fp32 [K], if a norm's weight [K] becomes `divided`, rounding included."""
+    """Return the scales of the columns, fp32 [K], if a norm's weight [K] becomes `divided`, rounding
+    included.
+    """
     old, new = norm.float(), divided.float()
     return torch.where(new == 0, 1.0, old / torch.where(new == 0, 1.0, new))
 
 
 def energy(rows: Tensor, hessian: Tensor) -> float:
-    """The sum over rows r [N, K] of r H rᵀ."""
+    """Return the sum over rows r [N, K] of r H rᵀ."""
     return float(((rows @ hessian) * rows).sum(dtype=torch.float64))

@@ -1,6 +1,7 @@
 """Functions of many small operations, recorded as a CUDA graph and replayed.
 
-Launching the operations one by one takes longer than running them. On a CPU the functions are called as is.
+Launching the operations one by one takes longer than running them. On a CPU the functions are called as they
+are.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,9 @@ Choose = Callable[..., tuple[Tensor, ...]]
 
 
 def with_graph_replay(function: Choose) -> Choose:
-    """`function` of tensors on one device; on a GPU it is recorded once for each set of shapes.
+    """Return `function` of tensors on one device; on a GPU it is recorded once for each set of shapes.
 
-    It must launch the same operations whatever the numbers are, and wait for none of them.
+    The function must launch the same operations whatever the numbers are, and wait for none of them.
     """
     recordings: dict[tuple[torch.Size, ...], _Recording] = {}
 

@@ -1,7 +1,8 @@
 """How much each input of a linear layer matters, from a text or from the weights alone.
 
-On a text it is the input's mean square, as `calibration.py` finds it. With no text it is one over the root
-mean square of the input's column: columns are small where inputs are large, as weight decay leaves them.
+On a text, an input's importance is its mean square, as `calibration.py` finds it. With no text, an input's
+importance is one over the root mean square of its column: columns are small where inputs are large, as weight
+decay leaves them.
 """
 
 import math
@@ -17,14 +18,14 @@ FLOOR = 1e-3
 
 
 def importance_of(squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The importance of each module's inputs, fp32 [K], 1 on average. squares: their sums of squares, float64
-    [K]."""
+    """Return the importance of each module's inputs, fp32 [K], 1 on average. squares: the inputs' sums of
+    squares, float64 [K]."""
     return {module: _floored(total) for module, total in squares.items()}
 
 
 def importance_of_columns(blocks: Iterable[Tensor]) -> Tensor:
-    """The importance of inputs, fp32 [K], 1 on average, from blocks of a weight's rows [rows, K] on any
-    device."""
+    """Return the importance of inputs, fp32 [K], 1 on average, from blocks of a weight's rows [rows, K] on
+    any device."""
     squares = fold(torch.stack([fold(block.float().square()).cpu() for block in blocks]))
     return _floored(squares.clamp(min=FLOOR * float(squares.mean())).rsqrt())
 

@@ -16,7 +16,7 @@ SMALLEST = 2.0**-100
 
 @dataclass(frozen=True)
 class IntegerGrid:
-    """`(code - zero) * scale`, codes 0..top; its parameters are scale and zero."""
+    """The values are `(code - zero) * scale`, with codes 0..top; the parameters are scale and zero."""
 
     codes: IntegerCodes
     group_size: int
@@ -32,7 +32,7 @@ class IntegerGrid:
         return len(SCALES_NEAR) + len(self.zero_offsets) - 1
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
-        """The neighbours of the least-squares solution, which rounds each weight by itself."""
+        """Return the neighbours of the least-squares solution, which rounds each weight by itself."""
         top, middle = self.codes.top, self.codes.middle
         low, high = target.amin(1).clamp(max=0), target.amax(1).clamp(min=0)
         if self.symmetric:

@@ -1,8 +1,8 @@
 """Our solver for integer codes: for each group, the scale and the zero point with the least squared error.
 
-HQQ's idea (alternate between codes and parameters, no calibration data), restricted to numbers that engines
-can store: the zero is an integer and the scale is rounded to its stored dtype inside the search. It reads no
-file.
+The solver takes HQQ's idea (alternate between codes and parameters, no calibration data), restricted to
+numbers that engines can store: the zero is an integer and the scale is rounded to its stored dtype inside the
+search. It reads no file.
 
 For a group x of g weights, zero z and scale s, the best codes are `d = clamp(round(x/s), -z, top-z)`, and for
 those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<d,d>`. So one pass over x
@@ -43,7 +43,9 @@ class IntegerCodes:
     signs: tuple[int, ...] = (1,)
 
     def widest(self, low: Tensor, high: Tensor, sign: int) -> Tensor:
-        """For one sign of the scale, the magnitude that clips nothing of low..high without zero points."""
+        """Return, for one sign of the scale, the magnitude that clips nothing of low..high without zero
+        points.
+        """
         below, above = (low, high) if sign > 0 else (-high, -low)
         return torch.maximum(above * (1 / (self.top - self.middle)), below * (-1 / self.middle))
 
@@ -57,7 +59,9 @@ steps and saves c g / 6, so the best c is 0.0007 for a group of 128, and 0.02 to
 def search(
     x: Tensor, codes: IntegerCodes, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The scale (fp32, exactly representable in `scale_dtype`) and zero of each column of x [g, groups]."""
+    """Return the scale (fp32, exactly representable in `scale_dtype`) and zero of each column of x [g,
+    groups].
+    """
     smallest = max(torch.finfo(scale_dtype).smallest_normal * 2.0**-10, 2.0**-120)
     low, high = x.amin(0).clamp_(max=0), x.amax(0).clamp_(min=0)
     if symmetric:
@@ -99,14 +103,14 @@ def search(
 
 
 def as_stored(scale: Tensor, dtype: torch.dtype, smallest: float) -> Tensor:
-    """fp32 scales rounded to `dtype`, none of them nearer to zero than `smallest`."""
+    """Return fp32 scales rounded to `dtype`, none of them nearer to zero than `smallest`."""
     return torch.copysign(scale.to(dtype).float().abs().clamp_(min=smallest), scale)
 
 
 def centred_codes(
     x: Tensor, scale: Tensor, zero: Tensor, codes: IntegerCodes, out: Tensor | None = None
 ) -> Tensor:
-    """`code - zero` for every weight, in fp32."""
+    """Return `code - zero` for every weight, in fp32."""
     out = torch.mul(x, 1.0 / scale, out=out)
     return torch.clamp(out.round_(), -zero, codes.top - zero, out=out)
 
@@ -114,7 +118,7 @@ def centred_codes(
 def _products(
     x: Tensor, scale: Tensor, zero: Tensor, codes: IntegerCodes, scratch: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`<x, d>` and `<d, d>` of each column, d being its centred codes."""
+    """Return `<x, d>` and `<d, d>` of each column, d being its centred codes."""
     centred, products = scratch
     d = centred_codes(x, scale, zero, codes, out=centred)
     dot = fold(torch.mul(x, d, out=products))

@@ -3,10 +3,11 @@
 GPTQ judges each weight by its own outputs. Here all weights of a layer are judged together, by what the layer
 makes of a text, behind attention and activation functions (AdaRound: Nagel et al. 2020, arXiv 2004.10568;
 BRECQ: Li et al. 2021, arXiv 2102.05426). Each number has a position between levels, and gradients pass its
-rounding as if it were none (Bengio et al. 2013, arXiv 1308.3432), as in SignRound (Cheng et al. 2023, arXiv
-2309.05516), but under Adam; scales have a factor each. Positions begin where the unrounded weight lies, as
-near to it as rounding still gives the solution at hand. The best state is kept, as measured on sequences that
-nothing is learned from, so that the result is never worse there than what it began with.
+rounding as if nothing were rounded (Bengio et al. 2013, arXiv 1308.3432), as in SignRound (Cheng et al. 2023,
+arXiv 2309.05516), but under Adam; scales have a factor each. A position begins where the unrounded weight
+lies, or as near to it as rounding still gives the solution at hand. The best state is kept, as measured on
+sequences that nothing is learned from, so that the result is never worse on these sequences than the state
+that the learning began with.
 """
 
 import math
@@ -59,7 +60,7 @@ def learn_rounding(
     aim: HiddenStates,
     steps: int,
 ) -> LearnedLayer | None:
-    """Better weights for layer `name` than those `found`, by module; None if the text is too short.
+    """Find better weights for layer `name` than those `found`, by module; None if the text is too short.
 
     equalized: norms that belong to those weights
     levels_of: a weight's levels, on the stream's device, and the values fp32 [N, K] that it was rounded from
@@ -123,7 +124,7 @@ class _LearnedWeight:
         self._values: Tensor | None = None
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """The levels [N, K] that the positions are nearest to, and the factors [N, groups]; copies."""
+        """Return the levels [N, K] that the positions are nearest to, and the factors [N, groups]; copies."""
         return self.positions.round(), self.factors.clone()
 
     def take_gradient(self) -> None:
@@ -190,8 +191,8 @@ class _Layer:
             parameter.grad = None
 
     def _loss(self, start: int) -> Tensor:
-        """The loss. Each token has the same weight, as after the next norm: a few tokens have far larger
-        outputs."""
+        """Return the loss. Each token has the same weight, as after the next norm: a few tokens have far
+        larger outputs."""
         aim = self.stream.hidden(start, self.aim).float()
         error = (self.stream.run(self.name, start).float() - aim).square().sum(-1)
         return (error / aim.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)).mean()
@@ -200,9 +201,9 @@ class _Layer:
 def _parameters(
     stream: LayerStream, name: str, places: Places, found: Mapping[str, Weight]
 ) -> Iterator[tuple[str, _Place]]:
-    """The weights that lie in the layer's parameters as they were found, one below the other.
+    """Yield the weights that lie in the layer's parameters as they were found, one below the other.
 
-    Others, such as transposed ones, stay as they were found.
+    Other weights, such as transposed ones, stay as they were found.
     """
     for (target, expert), linears in places.by_slot.items():
         if not target.startswith(f"{name}.") or any(linear.module not in found for linear in linears):
@@ -218,7 +219,9 @@ def _parameters(
 
 
 def _shuffled(starts: Sequence[int]) -> Iterator[int]:
-    """All starts in one random order after another, without an end; the same orders for the same number."""
+    """Yield all starts in one random order after another, without an end; the same number gives the same
+    orders.
+    """
     generator = torch.Generator().manual_seed(SEED)
     while True:
         for index in torch.randperm(len(starts), generator=generator).tolist():

@@ -20,14 +20,16 @@ class Levels(Protocol):
     groups: int
 
     def positions(self, values: Tensor) -> Tensor:
-        """fp32 [N, K] from 0 to `top`: where values [N, K] lie among the levels, fractions in between."""
+        """Return where values [N, K] lie among the levels, fp32 [N, K] from 0 to `top`, with fractions in
+        between.
+        """
         ...
 
     def values(self, levels: Tensor, factors: Tensor) -> Tensor:
-        """fp32 [N, K]: the numbers of `levels` [N, K] after scales were multiplied by `factors` [N, groups]
-        and rounded as they would be stored."""
+        """Return the numbers of `levels` [N, K], fp32 [N, K], after scales were multiplied by `factors` [N,
+        groups] and rounded as they would be stored."""
         ...
 
     def weight(self, levels: Tensor, factors: Tensor) -> Weight:
-        """The weight whose `dequantize` gives those values."""
+        """Return the weight whose `dequantize` gives those values."""
         ...

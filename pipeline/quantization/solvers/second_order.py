@@ -1,15 +1,17 @@
-"""GPTQ with our grids in its loop, and descent after it: rounds a weight so that its output suffers least.
+"""GPTQ with our grids in its loop, and descent after the loop: rounds a weight so that its output suffers
+least.
 
 The error of a row w is (ŵ - w) H (ŵ - w)ᵀ, where H = Σ x xᵀ over inputs of a text. Columns are rounded group
 by group, and later columns compensate the error of each rounding (GPTQ: Frantar et al. 2022, arXiv
 2210.17323, after Optimal Brain Surgeon). Three things are ours. A group's grid is chosen inside that loop by
 the loop's own error: every candidate grid rounds the whole group with feedback, and each row takes the one
-that costs it least. Groups that matter most come first, and within them columns, which keeps the groups as
-they lie in the file. Afterwards *descent*: each group in turn is solved again with all others fixed. This can
-only lower the error, since a group keeps its solution unless a better one is found.
+that costs it least. Groups that matter most come first, and within a group the columns that matter most,
+which keeps the groups as they lie in the file. *Descent* follows: each group in turn is solved again with all
+other groups fixed. Descent can only lower the error, since a group keeps its solution unless a better one is
+found.
 
-Rows do not depend on each other, so blocks of rows are solved side by side. Not for one format: a `Grid`
-defines its numbers.
+Rows do not depend on each other, so blocks of rows are solved side by side. The solver knows no particular
+format: a `Grid` defines a format's numbers.
 """
 
 from collections.abc import Callable
@@ -46,29 +48,29 @@ class Grid(Protocol):
 
     @property
     def candidates(self) -> int:
-        """How many candidates `first` returns; `near` returns no more than that."""
+        """Return how many candidates `first` returns; `near` returns no more than that."""
         ...
 
     def __hash__(self) -> int:
-        """The hash. Grids that are equal do the same operations."""
+        """Return the hash. Grids that are equal do the same operations."""
         ...
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:
-        """Parameters worth trying [P, candidates, rows] for values [rows, g] whose squared errors count
-        `weight` [g] times."""
+        """Return parameters worth trying [P, candidates, rows] for values [rows, g] whose squared errors
+        count `weight` [g] times."""
         ...
 
     def near(self, parameters: Tensor) -> Tensor:
-        """The parameters [P, candidates, rows] that are next to `parameters` [P, rows]."""
+        """Return the parameters [P, candidates, rows] that are next to `parameters` [P, rows]."""
         ...
 
     def rescaled(self, parameters: Tensor, factor: Tensor) -> Tensor:
-        """Parameters [P, rows] under which the same codes are about `factor` [rows] times as large."""
+        """Return parameters [P, rows] under which the same codes are about `factor` [rows] times as large."""
         ...
 
     def rounder(self, parameters: Tensor) -> Round:
-        """A function that writes the nearest values of the grid with parameters [P, n] to values [n] into a
-        third tensor."""
+        """Return a function that writes the nearest values of the grid with parameters [P, n] to values [n]
+        into a third tensor."""
         ...
 
 
@@ -95,7 +97,7 @@ class Curvature:
 
 
 def prepare(hessian: Tensor, group_size: int, damping: float = DAMPING) -> Curvature:
-    """The curvature for `hessian`, float [K, K], symmetric and positive semidefinite; K a multiple of
+    """Return the curvature for `hessian`, float [K, K], symmetric and positive semidefinite; K a multiple of
     `group_size`."""
     diagonal = hessian.diagonal().double()
     mean = diagonal.mean()
@@ -134,14 +136,14 @@ class Solution:
     parameters: Tensor
 
     def distance_from(self, weight: Tensor) -> tuple[float, float]:
-        """The squared error of `weight` [N, K], and its squared norm."""
+        """Return the squared error of `weight` [N, K], and its squared norm."""
         original = weight.float()
         error = (self.values - original).square().sum(1).sum(dtype=torch.float64)
         return float(error), float(original.square().sum(1).sum(dtype=torch.float64))
 
 
 def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
-    """Values of `grid` for `weight` [N, K], any float dtype, on the curvature's device."""
+    """Return values of `grid` for `weight` [N, K], any float dtype, on the curvature's device."""
     n, k = weight.shape
     g = grid.group_size
     values = torch.empty(n, k, dtype=torch.float32, device=weight.device)
@@ -165,7 +167,7 @@ def solve(weight: Tensor, curvature: Curvature, grid: Grid) -> Solution:
 
 @lru_cache(maxsize=1)
 def _choices(grid: Grid) -> tuple[Choose, Choose]:
-    """The recorded functions that choose parameters, shared by all weights whose grids are equal."""
+    """Return the recorded functions that choose parameters, shared by all weights whose grids are equal."""
     return with_graph_replay(partial(_first_choice, grid)), with_graph_replay(partial(_next_choice, grid))
 
 
@@ -175,7 +177,9 @@ def forget_recordings() -> None:
 
 
 def _first_pass(target: Tensor, curvature: Curvature, g: int, choose: Choose) -> tuple[Tensor, Tensor]:
-    """GPTQ, grids chosen on the way: values [rows, K] and parameters [P, rows, G], in solving order."""
+    """Run GPTQ, with grids chosen on the way: values [rows, K] and parameters [P, rows, G], in solving
+    order.
+    """
     wanted = target.clone()
     rounded = torch.empty_like(target)
     chosen = []
@@ -191,7 +195,9 @@ def _first_pass(target: Tensor, curvature: Curvature, g: int, choose: Choose) ->
 
 
 def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature, choose: Choose) -> None:
-    """Solve each group again with the others as they are; in place. pull: (rounded - target) H, kept up."""
+    """Solve each group again in place, with the other groups as they are. pull: (rounded - target) H, kept
+    up.
+    """
     g = curvature.group_size
     for index in range(chosen.shape[2]):
         group = slice(index * g, index * g + g)
@@ -212,15 +218,15 @@ def _descend(rounded: Tensor, chosen: Tensor, pull: Tensor, curvature: Curvature
 
 
 def _first_choice(grid: Grid, wanted: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-    """The best choice among the grid's first candidates."""
+    """Return the best choice among the grid's first candidates."""
     return _best(wanted, factor, grid, grid.first(wanted, factor.diagonal().square().reciprocal()))
 
 
 def _next_choice(
     grid: Grid, wanted: Tensor, parameters: Tensor, rescaling: Tensor, weight: Tensor, factor: Tensor
 ) -> tuple[Tensor, ...]:
-    """The best choice among the neighbours of `parameters` [P, rows], the neighbours of `parameters` scaled
-    by `rescaling` [rows], and the first candidates."""
+    """Return the best choice among the neighbours of `parameters` [P, rows], the neighbours of `parameters`
+    scaled by `rescaling` [rows], and the first candidates."""
     tried = [
         *grid.near(parameters).unbind(1),
         *grid.first(wanted, weight).unbind(1),
@@ -230,8 +236,8 @@ def _next_choice(
 
 
 def _best(target: Tensor, factor: Tensor, grid: Grid, tried: Tensor) -> tuple[Tensor, ...]:
-    """For each row, the best of the parameters [P, C, rows]: rounded values [rows, g], parameters, cost
-    [rows].
+    """Return, for each row, the best of the parameters [P, C, rows]: rounded values [rows, g], parameters,
+    cost [rows].
 
     factor: upper triangular [g, g], of the inverse of the metric
     """
