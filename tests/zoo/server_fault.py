@@ -56,7 +56,7 @@ class Fault:
     """engine, abort, params, request, stream or events: around what it is put, and so what `inject` is."""
     inject: Any
     quick: bool
-    """A short load shows it. `make test` has it, by itself or beside others; the rest is exhaustive."""
+    """A short load shows it."""
     rare: bool
     """Not seen in a workload of seconds: it gets one of a minute."""
     long_prompts: bool

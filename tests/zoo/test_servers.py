@@ -5,8 +5,14 @@ from dataclasses import replace
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
+from scalegate.serving_check.checks.in_use.at_rest import NAME as AT_REST
+from scalegate.serving_check.checks.in_use.drift import NAME as DRIFT
 from scalegate.serving_check.checks.in_use.sampling import NAME as SAMPLING
+from scalegate.serving_check.checks.in_use.speed import NAME as SPEED_IN_USE
 from scalegate.serving_check.checks.part_throughput import DECODING as DECODE_THROUGHPUT
+from scalegate.serving_check.checks.part_throughput import PROMPTS as PROMPT_THROUGHPUT
+from scalegate.serving_check.checks.throughput import NAME as THROUGHPUT
+from scalegate.serving_check.gate import at_rest, in_use
 from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS
@@ -18,6 +24,8 @@ from .server_fault import TOGETHER, Fault
 
 pytestmark = pytest.mark.alone
 HIDDEN = [name for name, one in FAULTS.items() if one.in_use and one.profile is None]
+TAKE_LONGER = {THROUGHPUT, DECODE_THROUGHPUT, PROMPT_THROUGHPUT, SPEED_IN_USE, AT_REST, DRIFT}
+"""Checks that a load of a few seconds cannot decide."""
 NAMED_TOGETHER = (
     "pages_never_freed_after_an_abort",
     "memory_kept_of_every_request",
@@ -28,23 +36,22 @@ NAMED_TOGETHER = (
 )
 """Each of another check, and none so slow that measuring ends before the others show."""
 
-NAMED_IN_A_SHORT_LOAD = (
-    ("kernel_compiled_every_step", "crossed_answers", "half_the_answer", "not_streamed"),
-    ("capped_with_waiting_requests", "response_cache"),
-)
+NAMED_AT_ONCE = ("kernel_compiled_every_step", "crossed_answers", "half_the_answer", "not_streamed")
+NAMED_LATER = ("capped_with_waiting_requests", "response_cache")
 """Quick faults of different checks, of which none hides another. The others change how long all takes."""
+SHOWN_BY_FEW_BLOCKS = "ten_times_slower"
+"""The quick fault that `make test` has by itself."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
         runs = range(metafunc.config.getoption("--zoo-runs"))
-        in_use = metafunc.config.getoption("--zoo-in-use")
-        chosen = [name for name, one in FAULTS.items() if in_use or one.profile or not one.in_use]
+        each = metafunc.config.getoption("--zoo-in-use")
+        chosen = [name for name, one in FAULTS.items() if each or one.profile or not one.in_use]
         cases = [(name, run) for run in runs for name in chosen]
-        together = {name for names in NAMED_IN_A_SHORT_LOAD for name in names}
-        quick = [(name, run) for name, run in cases if FAULTS[name].quick and name not in together]
+        kept = [(SHOWN_BY_FEW_BLOCKS, run) for run in runs]
         metafunc.parametrize(
-            ("fault", "run"), exhaustive_but(cases, *quick), ids=[f"{name}-{run}" for name, run in cases]
+            ("fault", "run"), exhaustive_but(cases, *kept), ids=[f"{name}-{run}" for name, run in cases]
         )
 
 
@@ -52,6 +59,24 @@ def not_passed(judgement: Judgement) -> dict[str, str]:
     return {check.name: check.reason for check in judgement.checks if check.status not in ("pass", "unknown")}
 
 
+def test_a_sound_server_passes_a_short_load_with_requests_of_every_kind(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+):
+    for module, name, short in [
+        (in_use, "BLOCKS", 1),
+        (in_use, "LEAST_SECONDS", 0.3),
+        (at_rest, "FIRST_REQUESTS", 20),
+        (at_rest, "MOST_IN_A_PART", 20),
+        (at_rest, "SEEN_REQUESTS", 0),
+        (at_rest, "LAST_S", 0.0),
+    ]:
+        monkeypatch.setattr(module, name, short)
+    judgement = zoo.judged(workload=replace(SHORT_WORKLOAD, max_blocks=LOOKS[0]), in_use=True)
+    assert not_passed(judgement).keys() <= TAKE_LONGER, not_passed(judgement)
+    assert {check.name for check in judgement.checks} >= {FAULTS[name].check for name in HIDDEN}
+
+
+@pytest.mark.exhaustive
 def test_a_sound_server_passes(zoo: Zoo):
     judgement = zoo.judged(workload=replace(IN_USE, max_blocks=WorkloadSettings.max_blocks), in_use=True)
     assert judgement.status == "pass", not_passed(judgement)
@@ -94,7 +119,9 @@ def require_named(one: Fault, judgement: Judgement) -> None:
     assert one.words in caught[one.check] or one.words in measured(judgement, one.check), caught
 
 
-@pytest.mark.parametrize("names", NAMED_IN_A_SHORT_LOAD, ids=TOGETHER.join)
+@pytest.mark.parametrize(
+    "names", [NAMED_AT_ONCE, pytest.param(NAMED_LATER, marks=pytest.mark.exhaustive)], ids=TOGETHER.join
+)
 def test_quick_faults_that_are_on_together_are_named_each_by_its_check(zoo: Zoo, names: tuple[str, ...]):
     judgement = zoo.judged(TOGETHER.join(names), workload=SHORT_WORKLOAD)
     assert judgement.status == "fail"
@@ -120,6 +147,7 @@ def measured(judgement: Judgement, name: str) -> str:
     return next(check.measured for check in judgement.checks if check.name == name)
 
 
+@pytest.mark.exhaustive
 def test_the_baseline_in_the_artifacts_place_is_caught(zoo: Zoo, another_baseline: Endpoint):
     # So many tokens that those which the two models choose differently tell which of them was served.
     few = replace(WORKLOAD, output_len=128, max_blocks=LOOKS[0])

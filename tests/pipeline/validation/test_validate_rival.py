@@ -14,8 +14,6 @@ from scalegate.pipeline.records.artifact import Artifact
 from scalegate.tests.verdict_files import read_verdict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-pytestmark = pytest.mark.alone
-
 SLOW_LAYOUT = "cpu_int4_float32"
 LOAD = [
     "--m",
@@ -34,13 +32,18 @@ LOAD = [
 
 
 @pytest.fixture(scope="module")
-def fast_and_slow(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same weights, laid out well and badly."""
-    folder = tmp_path_factory.mktemp("rivals")
-    quantize(str(example_checkpoint), "int4-hqq", out=folder / "fast", progress=False)
-    shutil.copytree(folder / "fast", folder / "slow")
-    layout(folder / "slow", force=SLOW_LAYOUT, ms=(8,), progress=False)
-    return folder / "fast", folder / "slow"
+def fast(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rivals") / "fast"
+    quantize(str(example_checkpoint), "int4-hqq", out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slow(fast: Path) -> Path:
+    """The same weights in a bad layout."""
+    folder = shutil.copytree(fast, fast.with_name("slow"))
+    layout(folder, force=SLOW_LAYOUT, ms=(8,), progress=False)
+    return folder
 
 
 def run(artifact: Path, rival: Path, report: Path):
@@ -51,9 +54,9 @@ def run(artifact: Path, rival: Path, report: Path):
     return result, verdict, next(check for check in verdict.checks if check.name == "rival")
 
 
+@pytest.mark.alone
 @pytest.mark.exhaustive
-def test_a_faster_artifact_passes_and_all_three_are_shown(fast_and_slow, tmp_path: Path):
-    fast, slow = fast_and_slow
+def test_a_faster_artifact_passes_and_all_three_are_shown(fast: Path, slow: Path, tmp_path: Path):
     result, verdict, check = run(fast, slow, tmp_path)
     assert check.status == "pass", check.reason
     assert "not counted: M=2" in check.reason
@@ -64,8 +67,7 @@ def test_a_faster_artifact_passes_and_all_three_are_shown(fast_and_slow, tmp_pat
     assert "Beside the rival" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_rival_that_cannot_be_compared_is_refused_by_name(fast_and_slow, tmp_path: Path):
-    fast, _ = fast_and_slow
+def test_a_rival_that_cannot_be_compared_is_refused_by_name(fast: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"the rival is .* itself"):
         validate(fast, rival=fast, progress=False)
     config = Qwen3Config(
@@ -77,8 +79,7 @@ def test_a_rival_that_cannot_be_compared_is_refused_by_name(fast_and_slow, tmp_p
         validate(fast, rival=tmp_path / "other", progress=False)
 
 
-def test_a_recipe_that_names_a_rival_wants_it_beside_the_artifact(fast_and_slow, tmp_path: Path):
-    fast, _ = fast_and_slow
+def test_a_recipe_that_names_a_rival_wants_it_beside_the_artifact(fast: Path, tmp_path: Path):
     copy = shutil.copytree(fast, tmp_path / "artifact")
     manifest = Artifact.read(copy)
     manifest.recipe["rival"] = "int4-hqq-g32"
