@@ -66,10 +66,10 @@ def weighted_sum_kernel(rows, weight, y, N, TAKEN: tl.constexpr, BLOCK: tl.const
     tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=inside)
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """Multiply SiLU of the gate by up: [A, I] from [A, 2I]."""
+def silu_and_multiply(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply SiLU of the gate by up: [A, I] from [A, 2I]; in `out` if it is given."""
     count, inner = len(gate_up), gate_up.shape[1] // 2
-    y = torch.empty((count, inner), dtype=gate_up.dtype, device=gate_up.device)
+    y = torch.empty((count, inner), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     pdl = compute_capability(gate_up.device) >= (9, 0)
     silu_and_multiply_kernel[(count, triton.cdiv(inner, SILU_BLOCK))](
         gate_up, y, inner, BLOCK=SILU_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
@@ -77,10 +77,10 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     return y
 
 
-def weighted_sum(rows: Tensor, weight: Tensor) -> Tensor:
-    """Sum each token's rows [T * top_k, N] by `weight` [T, top_k], to [T, N]."""
+def weighted_sum(rows: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum each token's rows [T * top_k, N] by `weight` [T, top_k], to [T, N]; in `out` if it is given."""
     (tokens, taken), n = weight.shape, rows.shape[1]
-    y = torch.empty((tokens, n), dtype=rows.dtype, device=rows.device)
+    y = torch.empty((tokens, n), dtype=rows.dtype, device=rows.device) if out is None else out
     pdl = compute_capability(rows.device) >= (9, 0)
     weighted_sum_kernel[(tokens, triton.cdiv(n, SUM_BLOCK))](
         rows, weight.contiguous(), y, n, TAKEN=taken, BLOCK=SUM_BLOCK, PDL=pdl, num_warps=2, launch_pdl=pdl

@@ -390,13 +390,14 @@ def experts(
     gate_up: Int4Operand,
     down: Int4Operand,
     tuning: Tuning = TUNING,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return y [1, N]; the file's docstring describes the tensors."""
+    """Return y [1, N], `out` if it is given; the file's docstring describes the tensors."""
     if len(x) != 1 or expert.shape[1] > MOST_TAKEN or not serves(gate_up, down):
         raise ValueError(f"{len(x)} tokens of {expert.shape[1]} experts, or weights that do not fit together")
     x, expert, weight = x.contiguous(), expert.contiguous(), weight.contiguous()
     activation = launch_gate_up(x, expert, gate_up, down, tuning)
-    return launch_down(activation, expert, weight, down, tuning)
+    return launch_down(activation, expert, weight, down, tuning, out)
 
 
 def launch_gate_up(
@@ -430,11 +431,16 @@ def launch_gate_up(
 
 
 def launch_down(
-    activation: Tensor, expert: Tensor, weight: Tensor, down: Int4Operand, tuning: Tuning
+    activation: Tensor,
+    expert: Tensor,
+    weight: Tensor,
+    down: Int4Operand,
+    tuning: Tuning,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return y [1, N], from activations [top_k, I]. Experts and weight must be older than the last launch."""
     taken = expert.shape[1]
-    y = torch.empty((1, down.n), dtype=activation.dtype, device=activation.device)
+    y = torch.empty((1, down.n), dtype=activation.dtype, device=activation.device) if out is None else out
     pdl = compute_capability(activation.device) >= (9, 0)
     padded, k_tiles = triton.next_power_of_2(taken), down.words.shape[2]
     splits = tuning.down_splits * max(1, 8 // padded)

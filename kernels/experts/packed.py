@@ -237,14 +237,18 @@ def grouped_matmul(
     decoder: ExpertsDecoder,
     bias: Tensor | None = None,
     tile: Tile | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return y [A, N]; the file's docstring describes the tensors. `tile` overrides the table, for tuning."""
+    """Return y [A, N], `out` if it is given; the file's docstring describes the tensors.
+
+    `tile` overrides the table, for tuning.
+    """
     k = x.shape[1]
     k_tiles = words.shape[2]
     if triton.cdiv(k, TILE_K) != k_tiles:
         raise ValueError(f"x has {k} columns, the packed experts {k_tiles} tiles of {TILE_K}")
     tile = tile or TILES[routing.bucket]
-    y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device)
+    y = torch.empty((routing.count, n), dtype=x.dtype, device=x.device) if out is None else out
     chains = 2 if routing.block_rows <= TWO_CHAINS_TO and k_tiles % 2 == 0 else 1
     capability = compute_capability(x.device)
     pdl = capability >= (9, 0)
