@@ -5,7 +5,9 @@
     choice.py       which of our layouts serves a layer
     int_linear.py   INT4 and INT8 layers (compressed-tensors, GPTQ, AWQ)
     nvfp4_linear.py NVFP4 layers with 16-bit activations
-    serving.py      what these two have in common
+    experts.py      layers of INT4 and NVFP4 experts
+    experts_product.py  their products, the activation and the weighted sum
+    serving.py      what these have in common
     stored.py       vLLM's tensors of a layer as a weight of ours
     product.py      the product as an op of vLLM's graphs
     warm_up.py      compiles all that a layer will need, before vLLM serves

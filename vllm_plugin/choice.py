@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.int8 import Int8
 from ..layouts.formats.nvfp4 import NVFP4
+from ..layouts.packing.grouped_experts import GroupedInt4, GroupedNVFP4
 from ..layouts.packing.hopper import HopperLayout
 from ..layouts.packing.int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT
-from ..layouts.packing.layout import Problem
+from ..layouts.packing.layout import ExpertsLayout, Problem
 from ..layouts.packing.nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from ..layouts.packing.swap_ab import SWAP_AB, SWAP_AB_INVARIANT
-from .speed import Gpu, Rows, decide
+from .speed import Decision, Gpu, Rows, decide
 
 TUNED: dict[type, HopperLayout] = {Int4: SWAP_AB, Int8: INT8_SWAP_AB, NVFP4: NVFP4_SWAP_AB}
 INVARIANT: dict[type, HopperLayout] = {
@@ -18,6 +19,7 @@ INVARIANT: dict[type, HopperLayout] = {
     Int8: INT8_SWAP_AB_INVARIANT,
     NVFP4: NVFP4_SWAP_AB_INVARIANT,
 }
+EXPERTS: dict[type, ExpertsLayout] = {Int4: GroupedInt4(), NVFP4: GroupedNVFP4()}
 LAYOUTS = {layout.name: layout for layouts in (TUNED, INVARIANT) for layout in layouts.values()}
 
 
@@ -47,3 +49,15 @@ def choose(problem: Problem, rows: Rows) -> Choice:
     # Last, since it may compile a kernel to see whether it runs.
     refusal = problem.spec.refuses(problem.n, problem.k) or layout.refuses(problem)
     return Choice(layout, reason) if refusal is None else Choice(None, refusal)
+
+
+def choose_experts(problem: Problem, rows: Rows) -> Decision:
+    """Whether our products serve a layer of experts and are faster than vLLM's own; its measurements are
+    those of the same number of experts and of experts per token.
+    """
+    kind = f"{problem.spec.key} ({problem.experts})"
+    decision = decide(Gpu.of(problem.device), kind, problem.dtype, problem.n, problem.k, rows)
+    if not decision.ours:
+        return decision
+    refusal = problem.spec.refuses(problem.n, problem.k) or EXPERTS[type(problem.spec)].refuses(problem)
+    return decision if refusal is None else Decision(False, refusal)

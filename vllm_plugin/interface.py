@@ -6,12 +6,20 @@ does nothing.
 
 import sys
 from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
 
+from torch import Tensor
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import MarlinNvFp4LinearKernel, MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16, nvfp4
 from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
@@ -22,6 +30,13 @@ logger = init_logger("vllm.scalegate_kernels")
 AUTO = "auto"
 MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
 """The module of vLLM that imports the Marlin kernel by name."""
+INT4_ARGUMENTS = (
+    "layer", "input_dtype", "num_bits", "group_size", "actorder", "w13_qweight", "w2_qweight", "w13_scales",
+    "w2_scales", "w13_g_idx", "w13_qzeros", "w2_qzeros", "w13_bias", "w2_bias",
+)  # fmt: skip
+"""The arguments of vLLM's packing of INT4 experts that ours uses."""
+NVFP4_ARGUMENTS = ("layer", "w13", "w13_scale", "w13_scale_2", "w2", "w2_scale", "w2_scale_2")
+"""The same of NVFP4 experts."""
 
 
 def offer(
@@ -47,6 +62,48 @@ def offer(
         vars(sys.modules[MODELOPT])["MarlinNvFp4LinearKernel"] = nvfp4
 
 
+Packing = Callable[[Any], tuple[Tensor | None, ...] | None]
+"""Packs the tensors of a layer of experts, which are attributes of its argument, and returns what vLLM's own
+packing would; None if the layer is left to that.
+"""
+
+
+def offer_experts(experts: type[MarlinExperts], pack_int4: Packing, pack_nvfp4: Packing) -> None:
+    """Have vLLM choose `experts`, which are Marlin's too, where it would choose Marlin's, and ask our packing
+    before Marlin's.
+
+    vLLM has no register of experts: it looks these names up in the modules of its choosers.
+    """
+    process_int4 = asking_first(pack_int4, int_wna16._process_weights_marlin, INT4_ARGUMENTS)
+    prepare_nvfp4 = asking_first(pack_nvfp4, nvfp4.prepare_nvfp4_moe_layer_for_marlin, NVFP4_ARGUMENTS)
+    experts_for = nvfp4.backend_to_kernel_cls
+    int_wna16.MarlinExperts = experts
+    int_wna16._process_weights_marlin = process_int4
+    nvfp4.prepare_nvfp4_moe_layer_for_marlin = prepare_nvfp4
+    nvfp4.backend_to_kernel_cls = lambda backend: [
+        experts if each is MarlinExperts else each for each in experts_for(backend)
+    ]
+
+
+def asking_first(ours: Packing, theirs: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """vLLM's packing `theirs`, which first asks ours. `arguments` are those of its arguments that ours uses;
+    TypeError if it lacks one.
+    """
+    form = signature(theirs)
+    missing = [name for name in arguments if name not in form.parameters]
+    if missing:
+        raise TypeError(f"{theirs.__name__} has no argument {', '.join(missing)}")
+
+    @wraps(theirs)
+    def asked(*values: Any, **named: Any) -> Any:
+        bound = form.bind(*values, **named)
+        bound.apply_defaults()
+        packed = ours(SimpleNamespace(**bound.arguments))
+        return theirs(*values, **named) if packed is None else packed
+
+    return asked
+
+
 def linear_backend() -> str:
     """The value of `--linear-backend`."""
     config = get_current_vllm_config_or_none()
@@ -69,13 +126,16 @@ __all__ = [
     "AUTO",
     "MPLinearKernel",
     "MPLinearLayerConfig",
+    "MarlinExperts",
     "MarlinNvFp4LinearKernel",
+    "MoEActivation",
     "current_platform",
     "envs",
     "linear_backend",
     "logger",
     "most_rows",
     "offer",
+    "offer_experts",
     "permute_param_layout_",
     "scalar_types",
     "two_at_once",

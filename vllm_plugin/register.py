@@ -47,10 +47,15 @@ def register_kernels() -> None:
     if capability is None or tuple(capability) != HOPPER:
         raise StepsAside("its kernels are for Hopper (compute capability 9.0)")
     from .cache_key import factor
+    from .experts import ScalegateExperts, pack_int4, pack_nvfp4
     from .int_linear import ScalegateLinearKernel
     from .nvfp4_linear import ScalegateNvFp4LinearKernel
 
     interface.offer(ScalegateLinearKernel, ScalegateNvFp4LinearKernel, VARIABLE, factor)
+    try:
+        interface.offer_experts(ScalegateExperts, pack_int4, pack_nvfp4)
+    except (AttributeError, TypeError) as error:
+        _say(f"scalegate-kernels leaves all experts to vLLM: {error}")
 
 
 def installed_vllm() -> tuple[int, int]:

@@ -8,9 +8,9 @@ from torch import nn
 from ..base.batch_invariance import BatchInvariance
 from ..kernels.hopper.gemm import MAX_ROWS
 from ..layouts.formats.weight_format import Weight, WeightFormat
-from ..layouts.packing.layout import Problem
+from ..layouts.packing.layout import Experts, Problem
 from . import cache_key
-from .choice import Choice, choose
+from .choice import Choice, choose, choose_experts
 from .interface import envs, logger, most_rows, two_at_once
 from .product import attach
 from .speed import measured
@@ -34,6 +34,20 @@ def _told(problem: Problem) -> Choice:
     else:
         logger.info("scalegate-kernels serves %s: %s", problem, choice.reason)
     return choice
+
+
+@lru_cache
+def serves_experts(spec: WeightFormat, n: int, k: int, dtype: torch.dtype, experts: Experts) -> bool:
+    """Whether layers of such experts are ours; [n, k] is the shape of one expert's first weight. Says so
+    once.
+    """
+    problem = Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), experts)
+    decision = choose_experts(problem, measured())
+    if decision.ours:
+        logger.info("scalegate-kernels serves %s: %s", problem, decision.reason)
+    else:
+        log_refusal(str(problem), decision.reason)
+    return decision.ours
 
 
 @lru_cache

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 PLUGIN = "scalegate.vllm_plugin"
-IMPORTING_VLLM = ("interface", "int_linear", "nvfp4_linear", "serving")
+IMPORTING_VLLM = ("interface", "int_linear", "nvfp4_linear", "serving", "experts")
 """Modules of the plugin that hold what they have imported from vLLM: they are imported anew."""
 
 
@@ -61,6 +61,38 @@ class MarlinNvFp4LinearKernel:
         return "marlin's product"
 
 
+class MarlinExperts:
+    """Of experts that Marlin packed."""
+
+    def __init__(self, moe_config: Any, quant_config: Any):
+        self.moe_config, self.quant_config = moe_config, quant_config
+
+    block_shape = property(lambda self: self.quant_config.block_shape)
+    w1_scale = property(lambda self: self.quant_config.w1_scale)
+    w2_scale = property(lambda self: self.quant_config.w2_scale)
+    g1_alphas = property(lambda self: self.quant_config.g1_alphas)
+    g2_alphas = property(lambda self: self.quant_config.g2_alphas)
+
+    def moe_problem_size(self, a1, w1, w2, topk_ids):
+        return "marlin's size"
+
+    def apply(self, output, *rest, **named):
+        output.fill_(1)
+
+
+def process_weights_marlin(
+    layer, input_dtype, num_bits, pack_factor, group_size, actorder, w13_qweight, w2_qweight, w13_scales,
+    w2_scales, w13_g_idx, w2_g_idx, w13_qzeros=None, w2_qzeros=None, w13_bias=None, w2_bias=None,
+):  # fmt: skip
+    return ("marlin", layer, num_bits, w13_qweight, w2_scales, w2_g_idx, w13_qzeros, w2_bias)
+
+
+def prepare_nvfp4_moe_layer_for_marlin(
+    layer, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, is_act_and_mul
+):
+    return ("marlin", layer, w13, w2_scale_2, is_act_and_mul)
+
+
 class Parameter(nn.Parameter):
     """A parameter that knows which of its dimensions are which."""
 
@@ -91,6 +123,9 @@ class StandIn:
     config: Any
     log: list[str]
 
+    int_wna16: Any
+    nvfp4: Any
+
     @property
     def mixed(self) -> list[type]:
         return self.linear._POSSIBLE_KERNELS["cuda"]
@@ -117,7 +152,19 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
         MPLinearLayerConfig=MPLinearLayerConfig, _POSSIBLE_KERNELS={"cuda": [MacheteLinearKernel]},
         _POSSIBLE_NVFP4_KERNELS={"cuda": [object, MarlinNvFp4LinearKernel]},
     )  # fmt: skip
+    int_wna16 = SimpleNamespace(MarlinExperts=MarlinExperts, _process_weights_marlin=process_weights_marlin)
+    nvfp4 = SimpleNamespace(
+        backend_to_kernel_cls=lambda backend: [object, MarlinExperts],
+        prepare_nvfp4_moe_layer_for_marlin=prepare_nvfp4_moe_layer_for_marlin,
+    )
+    fused_moe = "vllm.model_executor.layers.fused_moe"
     modules = {
+        "vllm.model_executor.layers": {},
+        fused_moe: {},
+        f"{fused_moe}.activation": {"MoEActivation": SimpleNamespace(SILU="silu", GELU="gelu")},
+        f"{fused_moe}.experts": {},
+        f"{fused_moe}.experts.marlin_moe": {"MarlinExperts": MarlinExperts},
+        f"{fused_moe}.oracle": {"int_wna16": int_wna16, "nvfp4": nvfp4},
         "vllm": {"__version__": version, "envs": envs},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: config},
         "vllm.logger": {"init_logger": lambda name: logger},
@@ -139,4 +186,4 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
         monkeypatch.delitem(sys.modules, f"{PLUGIN}.{name}", raising=False)
         monkeypatch.delattr(importlib.import_module(PLUGIN), name, raising=False)
     monkeypatch.setattr(importlib.import_module(f"{PLUGIN}.register"), "logger", logger)
-    return StandIn(envs, linear, platform, config, log)
+    return StandIn(envs, linear, platform, config, log, int_wna16, nvfp4)

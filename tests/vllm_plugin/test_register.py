@@ -40,8 +40,27 @@ def test_the_compile_cache_depends_on_the_version_of_the_kernels(vllm, monkeypat
     assert cache_key.digest.__wrapped__() != before, "every file counts"
 
 
+def test_experts_are_chosen_where_marlins_would_be(vllm):
+    register()
+    [before, experts] = vllm.nvfp4.backend_to_kernel_cls("MARLIN")
+    assert (before, experts.__name__) == (object, "ScalegateExperts")
+    assert vllm.int_wna16.MarlinExperts is experts
+    assert issubclass(experts, stand_in.MarlinExperts)
+
+
+def test_experts_of_an_interface_that_is_not_known_stay_vllms(vllm):
+    marlin = vllm.nvfp4.prepare_nvfp4_moe_layer_for_marlin = lambda layer, w13: None
+    register()
+    assert vllm.int_wna16.MarlinExperts is stand_in.MarlinExperts
+    assert vllm.nvfp4.prepare_nvfp4_moe_layer_for_marlin is marlin
+    assert vllm.mixed[0].__name__ == "ScalegateLinearKernel", "linear layers are served"
+    [line] = vllm.log
+    assert line.startswith("scalegate-kernels leaves all experts to vLLM: ")
+
+
 def steps_aside(vllm, *told: str) -> None:
     register()
+    assert vllm.int_wna16.MarlinExperts is stand_in.MarlinExperts
     assert vllm.mixed == [stand_in.MacheteLinearKernel]
     assert vllm.linear.MarlinNvFp4LinearKernel is stand_in.MarlinNvFp4LinearKernel
     assert vllm.envs.environment_variables == {}, "the cache of a vLLM without us is used as it is"
