@@ -38,7 +38,8 @@ def compressed_tensors(fmt: str, weights: dict[str, Any]) -> dict[str, Any]:
     group = {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": weights}
     return {
         "quant_method": "compressed-tensors", "format": fmt, "quantization_status": "compressed",
-        "kv_cache_scheme": None, "ignore": ["lm_head"], "config_groups": {"group_0": group},
+        "kv_cache_scheme": None, "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
     }  # fmt: skip
 
 
@@ -135,7 +136,10 @@ def write_checkpoint(
     made = CONVENTIONS[convention]
     fields = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     torch.manual_seed(0)
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": dtype}
+    kind_of_model = (
+        ("Qwen3MoeForCausalLM", "qwen3_moe") if "num_experts" in fields else ("Qwen3ForCausalLM", "qwen3")
+    )
+    config = {"architectures": [kind_of_model[0]], "model_type": kind_of_model[1], "torch_dtype": dtype}
     config |= {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False}
     config |= {**fields, "quantization_config": made.quantization}
     index: dict[str, str] = {}
@@ -167,8 +171,12 @@ def layer_tensors(layer: int, fields: dict[str, Any], made: Convention, dtype: t
     linear = {
         "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
+    experts = fields.get("num_experts")
+    inner = fields["moe_intermediate_size"] if experts else inner
+    for mlp in [f"mlp.experts.{expert}" for expert in range(experts)] if experts else ["mlp"]:
+        linear |= {f"{mlp}.gate_proj": (inner, hidden), f"{mlp}.up_proj": (inner, hidden)}
+        linear[f"{mlp}.down_proj"] = hidden, inner
     found = {
         f"{name}.{key}": tensor
         for name, shape in linear.items()
@@ -177,4 +185,6 @@ def layer_tensors(layer: int, fields: dict[str, Any], made: Convention, dtype: t
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
     found |= {f"{name}.weight": torch.ones(size, dtype=dtype) for name, size in norms.items()}
+    if experts:
+        found["mlp.gate.weight"] = torch.randn(experts, hidden, device="cuda", dtype=dtype) * STD
     return {f"model.layers.{layer}.{name}": tensor for name, tensor in found.items()}

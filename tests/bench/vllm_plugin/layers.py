@@ -10,7 +10,7 @@ import torch
 from scalegate.tests.bench.vllm_plugin.checkpoints import CONVENTIONS, Tensors
 from torch import Tensor, nn
 
-OURS = "ScalegateLinearKernel,ScalegateNvFp4LinearKernel"
+OURS = "ScalegateLinearKernel,ScalegateNvFp4LinearKernel,ScalegateExperts"
 DISABLED = "VLLM_DISABLED_KERNELS"
 PREFIX = "model.layers.0.mlp.down_proj"
 
@@ -28,6 +28,7 @@ def vllm_alone(most_rows: int):
 
     serving.most_rows = lambda: most_rows
     serving.choose = lambda problem, rows: everything(choice, problem)
+    serving.choose_experts = lambda problem, rows: all_experts(choice, problem)
     with set_current_vllm_config(VllmConfig()), tempfile.NamedTemporaryFile() as file:
         init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -39,6 +40,19 @@ def everything(choice: Any, problem: Any) -> Any:
     layout = choice.TUNED[type(problem.spec)]
     refusal = problem.spec.refuses(problem.n, problem.k) or layout.refuses(problem)
     return choice.Choice(None if refusal else layout, refusal or "to be measured")
+
+
+def all_experts(choice: Any, problem: Any) -> Any:
+    """Our experts whenever they serve at all."""
+    refusal = problem.spec.refuses(problem.n, problem.k) or choice.EXPERTS[type(problem.spec)].refuses(
+        problem
+    )
+    return choice.Decision(refusal is None, refusal or "to be measured")
+
+
+def set_disabled(disabled: bool) -> None:
+    """Leave layers that are made from now on to vLLM's own kernels, or not."""
+    os.environ[DISABLED] = OURS if disabled else ""
 
 
 @dataclass
@@ -60,7 +74,7 @@ def layer_of(
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     section = CONVENTIONS[convention].quantization
-    os.environ[DISABLED] = "" if ours else OURS
+    set_disabled(not ours)
     config = get_quantization_config(section["quant_method"]).from_config(section)
     config.packed_modules_mapping = {}
     if section["quant_method"] == "gptq":
