@@ -122,16 +122,15 @@ def unread_by(folder: Path, model_type: str | None) -> dict[str, str]:
         return {}
     from ..checkpoints.checkpoint import open_checkpoint
     from ..model_loader.loaded_by_transformers import why_transformers_fails
-    from .vllm_on_cpu import VLLM_ON_A_CPU, why_vllm_fails_on_a_cpu
+    from .vllm_kernels import unread_by_vllm
 
     checkpoint, unread = open_checkpoint(folder), dict[str, str]()
     if (reason := why_transformers_fails(checkpoint)) is not None:
         unread[TRANSFORMERS] = reason
     if model_type in VLLM_FAILS and any(PACKED_EXPERT.search(name) for name in checkpoint.tensors):
         unread[VLLM] = VLLM_FAILS[model_type]
-    elif (reason := why_vllm_fails_on_a_cpu(checkpoint)) is not None:
-        unread[VLLM_ON_A_CPU] = reason
-    return unread
+        return unread
+    return unread | unread_by_vllm(checkpoint)
 
 
 def _has_zero_points(section: Mapping[str, Any]) -> bool:
