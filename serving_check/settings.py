@@ -69,16 +69,16 @@ class WorkloadSettings:
     )
     max_blocks: int = option(
         96,
-        "Most blocks, each one repeat per side, at one M before it is inconclusive.",
+        "The most blocks, each one repeat per side, to measure at one M before that M is inconclusive.",
         formerly="max_repeats",
         minimum=1,
     )
     warmups: int = option(
-        1, "Shorter repeats per side at each M that warm up before its first block.", minimum=0
+        1, "Shorter repeats per side that warm up the servers before the first block of each M.", minimum=0
     )
     seed: int = option(
         0,
-        "Seed of the prompts: every repeat draws new ones, the same for both sides.",
+        "Seed of the prompts; every repeat draws new prompts, the same for both sides.",
         unless_given="a fresh number, which the verdict records",
     )
     profile: str | None = option(
@@ -167,7 +167,7 @@ class Bounds:
     """Least share of an answer's tokens that are distinct, artifact over baseline."""
     max_first_rival_m: float = option(
         4.0,
-        "The least M at which the artifact must be faster than the rival, if there is one.",
+        "The least M at which the artifact must be faster than the rival, if there is a rival.",
         name="rival_from_m",
         minimum=1,
         unless_given="the recipe's, or 4",

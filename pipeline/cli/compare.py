@@ -12,15 +12,15 @@ from ...serving_check.settings import QUALITY_TOKENS
 @click.option(
     "--baseline",
     metavar="MODEL",
-    help="The unquantized checkpoint.  [default: what the first of MODELS was made from]",
+    help="The unquantized checkpoint.  [default: the checkpoint that the first of MODELS was made from]",
 )
-@click.option("--text", metavar="FILE", help="Held-out text.  [default: what Scalegate brings]")
+@click.option("--text", metavar="FILE", help="Held-out text.  [default: the text that comes with Scalegate]")
 @click.option(
     "--quality-tokens",
     type=click.IntRange(min=2),
     default=QUALITY_TOKENS,
     show_default=True,
-    help="Most held-out tokens to measure quality on.",
+    help="The most held-out tokens to measure quality on.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
@@ -29,7 +29,7 @@ from ...serving_check.settings import QUALITY_TOKENS
 @click.option(
     "--card",
     is_flag=True,
-    help="Save the comparison in the folder of the first of MODELS; its model card then shows it.",
+    help="Save the comparison in the folder of the first of MODELS, whose model card then shows it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(

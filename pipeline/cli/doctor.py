@@ -22,17 +22,19 @@ ON_SCREEN = ("torch", "triton", "transformers")
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(as_json: bool) -> None:
-    """Show what this machine can run and what to install for the rest. Sends no request.
+    """Show what this machine can run and what to install for the rest. Doctor sends no request.
 
-    For each weight format, the table names the layout that serves it here. "1.83 (0.62)" means: on average
-    1.83 times as fast as bf16, and 0.62 times at the worst shape and batch size. The figures are those that
-    `pipeline layout` or `pipeline release` measured on this machine; "unmeasured" means there are none. For
-    experts, "per expert" means that the same layout multiplies one expert after another.
+    A table names the layout that serves each weight format on this machine. In this table, "1.83 (0.62)"
+    means on average 1.83 times as fast as bf16, and 0.62 times at the worst shape and batch size. `pipeline
+    layout` or `pipeline release` measured these speeds on this machine. A format without a measured speed is
+    marked "unmeasured". For experts, "per expert" means that the same layout multiplies one expert after
+    another.
 
-    The Scalegate developers never ran a marked kernel on such a GPU: they compiled it for that GPU only (†),
-    or ran its code on a newer GPU, which translated it (‡).
+    The Scalegate developers never ran a kernel marked † on such a GPU: they only compiled it for that GPU.
+    They ran the code of a kernel marked ‡ for that GPU only on a newer GPU, which translated it.
 
-    --verbose adds all versions, and for every layout how its kernel was tried and why it refuses a format.
+    --verbose adds all versions. For every layout it says how the kernel was tried and why the layout refuses
+    a format.
 
     \b
     Examples:

@@ -35,14 +35,14 @@ class WholeNumbers(click.ParamType):
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Type of activations; auto is the checkpoint's own.",
+    help="Type of activations; auto means the checkpoint's own type.",
 )
 @click.option("--kv/--no-kv", default=True, show_default=True, help="Measure the KV formats as well.")
 @click.option(
     "--contexts",
     type=WholeNumbers(),
     metavar="N,N,...",
-    help="Context lengths to measure KV formats at, in tokens.  [default: 128,1024,4096; CUDA: and 16384]",
+    help="Context lengths to measure KV formats at, in tokens.  [default: 128,1024,4096; on CUDA also 16384]",
 )
 @click.option("--fresh", is_flag=True, help="Measure again instead of reading cached measurements.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of ARTIFACT, if it is a Hub id.")
@@ -59,12 +59,13 @@ def command(
     revision: str | None,
     as_json: bool,
 ) -> None:
-    """Measure every packing layout for ARTIFACT's layers at every M, and record which serves them best.
+    """Measure every packing layout for ARTIFACT's layers at every M, and record the fastest as a layout plan.
 
-    Each layout is compared with the unquantized product on each distinct layer shape, at every M. Each KV
-    format is compared with unquantized keys and values, at every M and several context lengths. The plan is
-    written into ARTIFACT's scalegate.json; `pipeline serve` and `pipeline validate` follow it. Measurements
-    are cached in ~/.cache/scalegate; set SCALEGATE_CACHE to use another directory.
+    M is the batch size. Each layout is compared with the unquantized product on each distinct layer shape, at
+    every M. Each KV format is compared with unquantized keys and values, at every M and several context
+    lengths. The layout plan is written into ARTIFACT's scalegate.json, where `pipeline serve` and `pipeline
+    validate` read it. Measurements are cached in ~/.cache/scalegate; set SCALEGATE_CACHE to use another
+    directory.
 
     \b
     Examples:

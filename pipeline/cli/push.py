@@ -17,12 +17,12 @@ from ..publishing.push_result import PushResult
     "--revision",
     "revision",
     metavar="BRANCH",
-    help="Commit to this branch; it is created if it does not exist.",
+    help="Commit to this branch, which is created if it does not exist.",
 )
 @click.option(
     "--allow-unjudged-speed",
     is_flag=True,
-    help="Publish although speed was emulated and therefore not judged; the card says so first.",
+    help="Publish even if speed was emulated and therefore not judged; the model card then begins with this.",
 )
 @click.option(
     "--dry-run",
@@ -42,9 +42,9 @@ def command(
 ) -> None:
     """Publish ARTIFACT in one atomic commit, read it back, and only then make it public.
 
-    ARTIFACT needs a passing verdict of `pipeline validate` on exactly these bytes, which judged speed. If the
-    push is interrupted, run the same command again: files that the Hub already has are not sent again. An
-    existing repository keeps its visibility.
+    ARTIFACT needs a passing verdict of `pipeline validate` on exactly its bytes, and the verdict must have
+    judged speed. If the push is interrupted, run the same command again; files that the Hub already has are
+    not sent again. An existing repository keeps its visibility.
 
     \b
     Examples:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--devices",
     metavar="N,N,...|all",
-    help="GPUs by number, or all: one process on each, which share the work.",
+    help="GPUs by number, or all; one process on each GPU does a share of the work.",
 )
 @options_from(BudgetOptions)
 @click.option("--dry-run", is_flag=True, help="Show sizes, memory and time; write nothing.")
@@ -50,14 +50,14 @@ def command(
 ) -> None:
     """Quantize MODEL, a folder or a Hub id, into an artifact: a checkpoint folder and scalegate.json.
 
-    It reads and writes shard by shard. If it is interrupted, run the same command again: it continues where
-    it stopped.
+    MODEL is read and written shard by shard. If the command is interrupted, run it again, and it continues
+    where it stopped.
 
     \b
     Recipes: int4-symmetric (groups of 128), int4-hqq (the same with zero points), int4-hqq-g64,
     int4-hqq-g32, int4-gptq, int4-awq, int4-awq-gptq, int4-best, int8, nvfp4, nvfp4-gptq, nvfp4-best,
     nvfp4-w4a4, nvfp4-fp8, iq2-xxs, fp8, fp8-block, int4-fp8, int4-fp8-gptq, int4-fp8-best, or your own.
-    For keys and values alone: fp8-kv, int4-kv, nvfp4-kv, kvarn-k4v2, kvarn-k4v4.
+    Recipes for keys and values alone: fp8-kv, int4-kv, nvfp4-kv, kvarn-k4v2, kvarn-k4v4.
 
     \b
     --calibration hub:OWNER/NAME[/CONFIGURATION][@REVISION][:SPLIT[:COLUMN]] reads a data set; the

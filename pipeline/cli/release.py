@@ -53,8 +53,8 @@ def command(
 ) -> None:
     """Quantize MODEL, choose its layouts, prove that it scales, and publish it.
 
-    If it is interrupted, run the same command again: it continues from what is in the work folder. Nothing
-    is published unless the gate passes. With --devices, each of these GPUs quantizes a share of the weights.
+    If the command is interrupted, run it again, and it continues from the files in the work folder. Nothing
+    is published unless the gate passes. With --devices, each named GPU quantizes a share of the weights.
 
     Exit status: 0 published, 1 the gate failed, 2 inconclusive, speed not judged or unusable input,
     70 a fault of Scalegate or the machine, 130 interrupted.

@@ -21,13 +21,13 @@ MOST_KEY_CHARACTERS = 4096
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False),
-    help="File whose first line is the key that clients must send to /v1. Without a key, /v1 is open.",
+    help="File whose first line is the key that clients must send to /v1. Without a key, anyone may use /v1.",
 )
 @click.option(
     "--api-key",
     envvar="SCALEGATE_API_KEY",
     show_envvar=True,
-    help="The key itself. Every user of this machine can read it on the command line.",
+    help="The key itself. Every user of this machine can read a key on the command line.",
 )
 @click.option(
     "--served-model-name", metavar="NAME", help="Name of the model in requests.  [default: ARTIFACT]"
@@ -53,8 +53,8 @@ def command(
 ) -> None:
     """Serve ARTIFACT, a folder or a Hub id, over an OpenAI-compatible HTTP API.
 
-    It prints one line when it is ready. After SIGTERM or Ctrl-C it takes no new requests, finishes the
-    running ones, and exits.
+    The server prints one line when it is ready for requests. After SIGTERM or Ctrl-C the server accepts no
+    new requests, finishes the running requests, and exits.
 
     \b
     Examples:

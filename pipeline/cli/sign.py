@@ -9,12 +9,12 @@ import click
     "--key",
     required=True,
     metavar="FILE",
-    help="SSH key to sign with. If it is a public key, ssh-agent signs.",
+    help="SSH key to sign with. If the file holds a public key, ssh-agent signs.",
 )
 def command(artifact: str, key: str) -> None:
-    """Sign the verdict in ARTIFACT with an SSH key, so that others can tell who made it.
+    """Sign the verdict in ARTIFACT with an SSH key, so that others can tell who made the verdict.
 
-    The signature covers the verdict, and through its digests every other file of the release.
+    The signature covers the verdict, and through the verdict's digests every other file of the release.
 
     \b
     Examples:

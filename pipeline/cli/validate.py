@@ -19,7 +19,9 @@ from .options import options_from
 @click.argument("artifact")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of ARTIFACT, if it is a Hub id.")
 @options_from(ValidateOptions, WorkloadSettings, Bounds)
-@click.option("--report", metavar="DIR", help="Also write the verdict, an HTML page and the plots here.")
+@click.option(
+    "--report", metavar="DIR", help="Folder that the verdict, an HTML page and the plots are also written to."
+)
 @options_from(EngineOptions, Placement, sized=SIZED)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 @click.pass_context
@@ -27,13 +29,13 @@ def command(context: click.Context, artifact: str, as_json: bool, **options: Any
     """Serve ARTIFACT beside its baseline at every M, check it, and give a verdict.
 
     ARTIFACT is a folder or a Hub id, quantized by Scalegate, compressed-tensors, ModelOpt or torchao, or not
-    quantized at all. If Scalegate made it, the verdict is written into its folder (serving_check.json and
-    serving_check/). --report writes the verdict into another folder.
+    quantized at all. If Scalegate made ARTIFACT, the verdict is written into ARTIFACT's folder
+    (serving_check.json and serving_check/). --report writes the verdict into another folder.
 
     The engine's options, from --device on, apply to both servers. --layout, --kv-cache-dtype and
-    --batch-invariance apply to ARTIFACT alone, and its own verdict then stays as it was. Servers that
-    do not fit on the GPU together take turns. To give each server GPUs of its own, name twice as many in
-    --devices as one server needs.
+    --batch-invariance apply to ARTIFACT alone, and a run with one of them keeps the verdict in ARTIFACT's
+    folder as it was. Servers that do not fit on the GPU together take turns. To give each server GPUs of its
+    own, name twice as many in --devices as one server needs.
 
     Exit status: 0 pass, 1 fail, 2 inconclusive or unusable input, 70 a fault of
     Scalegate or the machine, 130 interrupted.

@@ -13,7 +13,7 @@ MARKS = {"yes": "ok", "no": "FAIL", "unknown": "?"}
 @click.option(
     "--signers",
     metavar="FILE",
-    help="File of allowed signers (ssh-keygen). One of them must have signed the verdict.",
+    help="File of allowed signers (ssh-keygen), one of whom must have signed the verdict.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
@@ -22,7 +22,7 @@ def command(
 ) -> None:
     """Check the digests, the verdict, the release policy and the signature of MODEL, a folder or a Hub id.
 
-    The verdict is computed again from the raw figures it holds. Nothing is measured again.
+    The verdict is computed again from the raw figures that it holds. Nothing is measured again.
 
     Exit status: 0 every check passes, 1 a check fails, 2 a check cannot be decided or there is nothing to
     check.

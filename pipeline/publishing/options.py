@@ -14,10 +14,13 @@ class PublishOptions:
     private: bool = option(False, "Keep a repository that this release creates private.")
     create_pr: bool = option(False, "Open a pull request instead of committing to main.")
     to_revision: str | None = option(
-        None, "Push to this branch of the repository; it is created if it does not exist.", metavar="BRANCH"
+        None,
+        "Push to this branch of the repository, which is created if it does not exist.",
+        metavar="BRANCH",
     )
     allow_unjudged_speed: bool = option(
-        False, "Publish although speed was emulated and therefore not judged; the card says so first."
+        False,
+        "Publish even if speed was emulated and therefore not judged; the model card then begins with this.",
     )
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class QuantizeOptions:
         metavar="TEXT",
         unless_given="the recipe's",
     )
-    overwrite: bool = option(False, "Start over if the folder holds another job or an older one.")
+    overwrite: bool = option(False, "Start over if the folder holds another job or an older job.")
 
     def __post_init__(self) -> None:
         check_options(self)

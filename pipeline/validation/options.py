@@ -64,7 +64,7 @@ class ValidateOptions:
     )
     baseline_engine: str | None = option(
         None,
-        "The engine that serves the baseline, or a URL.",
+        "The engine that serves the baseline, or the URL of a running server.",
         suggestions=_engines,
         unless_given="as --engine",
     )
@@ -79,16 +79,16 @@ class ValidateOptions:
     )
     also_load: str = option(
         TRANSFORMERS,
-        "Another engine that must load the artifact and predict 256 tokens as Scalegate does, or a "
-        "server's URL.",
+        "Another engine, or the URL of its server, that must load the artifact and predict 256 tokens as "
+        "Scalegate does.",
         suggestions=_other_readers,
     )
     rival: str | None = option(
         None,
-        "A checkpoint that the artifact must be faster than; `release` also accepts a recipe, and makes the "
-        "checkpoint with it.",
+        "A checkpoint that the artifact must be faster than; `release` also accepts a recipe to make the "
+        "checkpoint with.",
         metavar="MODEL",
-        unless_given="the one that the recipe names, if any",
+        unless_given="the rival that the recipe names, if any",
     )
     rival_revision: str | None = option(
         None, "Branch, tag or commit of the rival, if it is a Hub id.", metavar="REV"
@@ -100,7 +100,9 @@ class ValidateOptions:
         metavar="TASK,TASK,...",
     )
     sign: Path | None = option(  # noqa: RUF009
-        None, "An SSH key to sign the verdict with; the signature is written beside it.", metavar="KEY"
+        None,
+        "An SSH key to sign the verdict with; the signature is written beside the verdict.",
+        metavar="KEY",
     )
 
     def __post_init__(self) -> None:

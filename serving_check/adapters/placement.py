@@ -36,19 +36,23 @@ class Placement:
 
     devices: tuple[int, ...] | None = option(
         None,
-        "GPUs by number, or all: with enough of them, each server gets its own.",
+        "GPUs by number, or all; with enough GPUs, each server gets GPUs of its own.",
         minimum=0,
         count=gpus_here,
     )
-    tensor_parallel_size: int = option(1, "GPUs that split every layer, if the engine can do so.", minimum=1)
+    tensor_parallel_size: int = option(
+        1, "GPUs that split every layer, if the engine can split layers.", minimum=1
+    )
     pipeline_parallel_size: int = option(
-        1, "GPUs that each hold some of the layers, if the engine can do so.", minimum=1
+        1, "GPUs that each hold some of the layers, if the engine can divide layers among GPUs.", minimum=1
     )
     engine_args: str | None = option(
         None, "More options for the engine's own command, all in one quoted string."
     )
     baseline_engine_args: str | None = option(
-        None, "--engine-args for the baseline's server.", unless_given="as --engine-args"
+        None,
+        "Options for the engine's own command on the baseline's side, instead of --engine-args.",
+        unless_given="as --engine-args",
     )
     startup_timeout: int = option(1800, "Seconds that a server may take to start.", minimum=1)
 

@@ -45,11 +45,11 @@ class EngineOptions:
     device: str = option(AUTO, "auto, cpu, cuda or cuda:N.")
     dtype: str = option(
         AUTO,
-        "Type of activations and unquantized weights; auto is the checkpoint's own.",
+        "Type of activations and unquantized weights; auto means the checkpoint's own type.",
         choices=lambda: DTYPES,
     )
     layout: str | None = option(
-        None, "One layout for every quantized layer, instead of the plan.", choices=_layouts
+        None, "One layout for every quantized layer, instead of the layout plan.", choices=_layouts
     )
     batch_invariance: BatchInvariance = option(  # noqa: RUF009
         TUNED,
@@ -62,36 +62,38 @@ class EngineOptions:
         None, "The longest request, prompt plus output, in tokens; by default the model's context.", minimum=2
     )
     kv_cache_dtype: str = option(
-        AUTO, "How keys and values are stored; auto is what the checkpoint declares.", choices=_kv_formats
+        AUTO,
+        "Format of keys and values; auto means the format that the checkpoint declares.",
+        choices=_kv_formats,
     )
     page_size: int | None = option(
-        None, "Tokens of a KV page; by default what suits the KV format and the device.", minimum=1
+        None, "Tokens of a KV page; the default suits the KV format and the device.", minimum=1
     )
     kv_cache_tokens: int | None = option(
         None, "Tokens that the KV pool holds; by default as many as fit.", minimum=1
     )
     prefill_chunk: int | None = option(
         None,
-        f"Prompt tokens prefilled in one step; by default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
-        f"{CPU_CHUNK_WHILE_DECODING} or {CUDA_CHUNK_WHILE_DECODING} while others decode.",
+        f"The most prompt tokens prefilled in one step; by default {CPU_CHUNK}, on a GPU {CUDA_CHUNK}, and "
+        f"{CPU_CHUNK_WHILE_DECODING} or {CUDA_CHUNK_WHILE_DECODING} while other requests decode.",
         minimum=1,
     )
     chunk_while_decoding: int | None = option(
         None,
-        "Prompt tokens prefilled in a step that also decodes; by default see --prefill-chunk.",
+        "The most prompt tokens prefilled in a step that also decodes; for the default see --prefill-chunk.",
         minimum=1,
     )
     decode_buckets: tuple[int, ...] | None = option(
-        None, "Batch sizes that decode steps are padded to; by default those of the device.", minimum=1
+        None, "Batch sizes that decode steps are padded to; the default depends on the device.", minimum=1
     )
     compiled: bool = option(
-        True, "On a GPU: fuse small operations, and the products of layers that share an input."
+        True, "Fuse small operations, and the products of layers that share an input, on a GPU."
     )
-    overlapped: bool = option(True, "On a GPU: launch a step while the host handles the previous one.")
+    overlapped: bool = option(True, "Launch a step while the host still handles the previous step, on a GPU.")
     jit_monitor: Mode = option(  # noqa: RUF009
         "warn",
-        "If something compiles after warm-up: off ignores it, warn logs and counts it, error ends the "
-        "server.",
+        "What a compilation after warm-up leads to: nothing (off), a log line and a count (warn), or the end "
+        "of the server (error).",
         choices=lambda: get_args(Mode),
     )
 

@@ -11,24 +11,32 @@ MIB = 1 << 20
 class ServerLimits:
     """Bounds that are checked before the work they bound. UserError if a value is not allowed."""
 
-    max_body_mib: int = option(4, "Largest request body, in MiB; a larger one is answered 413.", minimum=1)
+    max_body_mib: int = option(4, "Largest request body, in MiB; a larger body is answered 413.", minimum=1)
     max_prompts: int = option(
         1024,
         "The most prompts in one request, each counted `n` times; a request with more is answered 413.",
         minimum=1,
     )
     max_connections: int = option(
-        4096, "The most connections at a time; further ones are answered 503 and closed.", minimum=1
+        4096, "The most connections at a time; further connections are answered 503 and closed.", minimum=1
     )
     header_seconds: int = option(
-        10, "Seconds that a request's headers may take after connecting; else 408.", minimum=1
+        10,
+        "Seconds that a request's headers may take after connecting; a slower request is answered 408.",
+        minimum=1,
     )
-    body_seconds: int = option(60, "Seconds that a request's body may take; else 408.", minimum=1)
+    body_seconds: int = option(
+        60, "Seconds that a request's body may take; a slower request is answered 408.", minimum=1
+    )
     unread_seconds: int = option(
-        120, "Seconds that a client may leave an answer unread before it is cut off.", minimum=1
+        120,
+        "Seconds that a client may leave an answer unread before the client is cut off.",
+        minimum=1,
     )
     text_seconds: int = option(
-        10, "Seconds that chat template and tokenizer may take for a request; else 400.", minimum=1
+        10,
+        "Seconds that chat template and tokenizer may take for a request; a slower request is answered 400.",
+        minimum=1,
     )
     protect_all: bool = option(
         False, "Ask for the API key on /metrics, /version and /docs too; /health alone stays open."

@@ -150,7 +150,7 @@ def test_what_cannot_be_timed_is_refused_in_one_line(example_checkpoint: Path, w
 def test_help_shows_the_contexts_that_are_timed_by_default():
     [option] = [one for one in command.params if one.name == "contexts"]
     extra = set(CUDA_CONTEXTS) - set(CONTEXTS)
-    said = f"default: {','.join(map(str, CONTEXTS))}; CUDA: and {','.join(map(str, extra))}"
+    said = f"default: {','.join(map(str, CONTEXTS))}; on CUDA also {','.join(map(str, extra))}"
     assert isinstance(option, Option) and said in (option.help or "")
 
 
