@@ -158,7 +158,7 @@ def parse(cls: type, field: Field[Any], text: str) -> Any:
     kind, count = kind_of(cls, field.name), field.metadata["count"]
     if text == ALL and count is not None:
         if not (found := count()):
-            raise UserError(f"{flag(name_of(field))} {ALL}: this machine has none; leave the option out")
+            raise UserError(f"{flag(name_of(field))} {ALL}: this machine has no GPU; leave the option out")
         return tuple(range(found))
     try:
         value: Any = tuple(map(int, text.split(","))) if kind is tuple else kind(text)

@@ -39,7 +39,7 @@ def read_outside(path: Path, limit: int = MAX_BYTES) -> bytes:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path} is not a regular file; put the file itself there")
+                raise UserError(f"{path} is not a regular file; put a regular file in its place")
             if status.st_size > limit:
                 raise UserError(
                     f"{path} has {status.st_size:,} bytes, more than the {limit:,} that such a file may have"

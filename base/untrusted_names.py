@@ -84,7 +84,7 @@ def require_file(folder: Path, name: str) -> Path:
     """
     reason = file_refusal(folder, name)
     if reason is not None:
-        raise UserError(f"{folder / name} is not used ({reason}); put the file itself there")
+        raise UserError(f"{folder / name} is not used ({reason}); put a regular file in its place")
     return folder / name
 
 

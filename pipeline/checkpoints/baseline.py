@@ -31,7 +31,8 @@ def open_baseline(artifact: Checkpoint, baseline: str | None, revision: str | No
     source, recorded = recorded_source(artifact)
     if source is None:
         raise UserError(
-            f"{artifact.source} does not say which checkpoint it was made from; give it with --baseline"
+            f"{artifact.source} does not say which checkpoint it was made from; give that checkpoint with "
+            "--baseline"
         )
     try:
         opened = _refuse_itself(artifact, open_checkpoint(source, revision or recorded))
@@ -61,8 +62,8 @@ def _refuse_itself(artifact: Checkpoint, baseline: Checkpoint) -> Checkpoint:
     is_ours = artifact.manifest is not None
     if (is_there and (is_ours or is_quantized)) or (is_quantized and _are_the_same_bytes(artifact, baseline)):
         raise UserError(
-            f"the baseline is {artifact.source} itself, or a copy of it: nothing would be compared. Give the "
-            "unquantized checkpoint that it was made from with --baseline"
+            f"the baseline is {artifact.source} itself, or a copy of it: nothing would be compared. With "
+            "--baseline, give the unquantized checkpoint that the model was made from"
         )
     return baseline
 

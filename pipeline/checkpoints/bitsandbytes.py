@@ -53,18 +53,20 @@ def _four_bits(
     codes, shape = tensors.get(name), _shape_of(said)
     if codes is None or shape is None or not {"absmax", "quant_map"} <= parts.keys():
         raise UserError(
-            f"{source}: {name} is not a {METHOD} weight: a part of it is missing; download it again"
+            f"{source}: {name} is not a whole {METHOD} weight: a part is missing; download the checkpoint "
+            "again"
         )
     numbers, said_dtype = codes.nbytes * 2, said.get("dtype")
     if numbers != shape[0] * shape[1] or shape[1] % 2 or said_dtype not in DTYPES:
         raise UserError(
             f"{source}: {name} has {numbers} codes for shape {list(shape)} in {said_dtype!r}; "
-            "download it again"
+            "download the checkpoint again"
         )
     sizes = ["blocksize", *(["nested_blocksize"] if "nested_absmax" in parts else [])]
     wrong = [key for key in sizes if not isinstance(said.get(key), int) or said[key] < 1]
     if wrong or ("nested_absmax" in parts and not isinstance(said.get("nested_offset"), int | float)):
-        raise UserError(f"{source}: {state.name} has no {(*wrong, 'nested_offset')[0]}; download it again")
+        missing = (*wrong, "nested_offset")[0]
+        raise UserError(f"{source}: {state.name} has no {missing}; download the checkpoint again")
     used = [codes, *parts.values(), state]
     decode = _FourBits(codes, parts, said, shape[1])
     label = f"{METHOD} {str(said.get('quant_type', '')).upper()}, blocks of {said['blocksize']}"

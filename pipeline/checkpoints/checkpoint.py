@@ -246,7 +246,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
         raise UserError(
             f"unknown architecture {model_type!r} in {path}: transformers {transformers.__version__} has no "
-            "such model type. A newer transformers may know it; models with code of their own are not loaded."
+            "such model type. A newer transformers may know this architecture; models with code of their own "
+            "are not loaded."
         )
     return config
 
@@ -270,9 +271,9 @@ def _find_shards(folder: Path) -> list[Path]:
         if others:
             raise UserError(
                 f"{folder} has no safetensors weights, only {others[0]}; "
-                "convert them first: load with transformers and `save_pretrained`"
+                "convert them first: load the model with transformers and call `save_pretrained`"
             )
-        raise UserError(f"{folder} has no weights: no *.safetensors file in it")
+        raise UserError(f"{folder} has no weights: there is no *.safetensors file in the folder")
     return shards
 
 
@@ -319,7 +320,7 @@ def _all_tensors(folder: Path, headers: dict[Path, SafetensorsHeader]) -> dict[s
             info_or_none = tensors.get(name)
             if info_or_none is None or info_or_none.file != folder / shard_name:
                 raise UserError(
-                    f"{folder / INDEX_NAME} says tensor {name!r} is in {shard_name}, but it is not there; "
-                    "index and shards come from different downloads"
+                    f"{folder / INDEX_NAME} says tensor {name!r} is in {shard_name}, but this file has no "
+                    "such tensor; index and shards come from different downloads"
                 )
     return tensors

@@ -85,7 +85,7 @@ def refuse_strangers(folder: Path, names: Iterable[str], recipe_files: object) -
         shown = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         raise UserError(
             f"{folder / MANIFEST_NAME} names {shown}: {NOT_PUBLISHED.split(';')[0]}. Quantize again; to "
-            "publish these files, name them under `files` in the recipe"
+            "publish files of other kinds, name them under `files` in the recipe"
         )
 
 

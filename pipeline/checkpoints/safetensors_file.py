@@ -179,7 +179,7 @@ def _check_extents(path: Path, tensors: dict[str, TensorInfo], data_start: int, 
 
 
 def _corrupt(path: Path, why: str) -> UserError:
-    return UserError(f"{path} is not a whole safetensors file: {why}. Download or copy it again.")
+    return UserError(f"{path} is not a whole safetensors file: {why}. Download or copy the file again.")
 
 
 def _short_read(info: TensorInfo) -> UserError:

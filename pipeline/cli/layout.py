@@ -76,7 +76,7 @@ def command(
         pipeline layout ORG/Qwen3-8B-AWQ --json
     """
     if contexts and not kv:
-        raise UserError("KV formats are timed at --contexts, and --no-kv times none; leave one of them out")
+        raise UserError("--contexts times KV formats, and --no-kv times none; leave one of the two out")
     from ..commands.layout import layout
     from ..report.kv_table import kv_table, pays
     from ..report.layout_table import layout_table

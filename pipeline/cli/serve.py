@@ -80,6 +80,7 @@ def read_api_key(path: Path) -> str:
         raise UserError(f"the API key cannot be read from {path} ({error}); give a text file") from error
     if not key or len(key) > MOST_KEY_CHARACTERS:
         raise UserError(
-            f"the first line of {path} is not an API key; put 1 to {MOST_KEY_CHARACTERS} characters there"
+            f"the first line of {path} is not an API key; write a key of 1 to {MOST_KEY_CHARACTERS} "
+            "characters into that line"
         )
     return key

@@ -48,8 +48,8 @@ def adopt(
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is not a folder here; download the checkpoint first, since its manifest is written "
-            "into it"
+            f"{folder} is not a folder here; download the checkpoint first, because the manifest is written "
+            "into its folder"
         )
     if (folder / MANIFEST_NAME).exists():
         raise UserError(f"{folder} has a {MANIFEST_NAME} already; remove it to adopt the checkpoint again")
@@ -58,7 +58,9 @@ def adopt(
     convention = convention_of(ours)
     stored = stored_weights(ours)
     if not stored:
-        raise UserError(f"{folder} is not quantized in a convention that Scalegate reads: nothing to adopt")
+        raise UserError(
+            f"{folder} is not quantized in a convention that Scalegate reads, so there is nothing to adopt"
+        )
     refuse_contradictions(ours)
     refuse_strangers(folder, published_files(folder), None)
     squares = squared_errors(ours, source, progress=progress)
@@ -127,5 +129,8 @@ def _relative(error: float, norm: float, name: str) -> float:
     """Return the relative error from sums of squares. Raise UserError if a weight is NaN or infinite."""
     value = math.sqrt(error / norm) if norm else math.sqrt(error)
     if not math.isfinite(value):
-        raise UserError(f"{name}: a weight is NaN or infinite, or the baseline's is; it is not adopted")
+        raise UserError(
+            f"{name}: a weight of the checkpoint or of the baseline is NaN or infinite; the checkpoint is "
+            "not adopted"
+        )
     return value

@@ -193,15 +193,14 @@ def _refuse_small_memory(baseline: Checkpoint, request: ReleaseRequest, quantize
     if weights > free:
         raise UserError(
             f"no room: the servers hold at least {weights / GIB:.1f} GiB of weights at the same time, and "
-            f"{free / GIB:.1f} GiB of memory are free; end what else runs here, or use another machine"
+            f"{free / GIB:.1f} GiB of memory are free; end other programs, or use another machine"
         )
     pool = _pool_bytes(baseline, engine, options)
     if weights + pool > free:
         raise UserError(
             f"no room: beside {weights / GIB:.1f} GiB of weights a server keeps {pool / GIB:.1f} GiB of "
             f"keys, values and states for {options.max_num_seqs} requests, and {free / GIB:.1f} GiB of "
-            "memory are free; use a smaller --m or --input-len, end what else runs here, or use another "
-            "machine"
+            "memory are free; use a smaller --m or --input-len, end other programs, or use another machine"
         )
 
 

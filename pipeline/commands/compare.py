@@ -72,7 +72,7 @@ def compare(
             loaded = load_model(checkpoint, device=where, dtype=kind, progress=progress).model
             if loaded.config.get_text_config().vocab_size != reference.config.get_text_config().vocab_size:
                 raise UserError(
-                    f"{checkpoint.source} was not made from {other.source}: its vocabulary has another size"
+                    f"{checkpoint.source} was not made from {other.source}: their vocabularies differ in size"
                 )
             figures = compare_predictions(loaded, reference, windows.windows, bar.update)
             del loaded

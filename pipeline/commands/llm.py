@@ -144,12 +144,12 @@ class LLM:
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Generation]:
         if self._engine is None:
-            raise UserError("this LLM was closed; make another")
+            raise UserError("this LLM was closed; make a new LLM")
         if params is not None and not isinstance(params, SamplingParams):
             params = list(params)
             if len(params) != len(prompts):
                 raise UserError(
-                    f"{len(prompts)} prompts and {len(params)} parameters; give each prompt its own"
+                    f"{len(prompts)} prompts have {len(params)} sampling parameters; give one for each prompt"
                 )
         try:
             answers = self._engine.generate(prompts, params or self.default_params, self._progress)

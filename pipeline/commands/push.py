@@ -44,9 +44,9 @@ def push(
     manifest, verdict = require_passing_verdict(folder)
     if verdict.speed_not_judged and not allow_unjudged_speed:
         raise UserError(
-            f"the verdict on {folder} proves quality but not speed, so it is not published. Speed was not "
-            f"judged: {verdict.speed_not_judged}.\nTo publish it all the same, give --allow-unjudged-speed; "
-            "the card then says so first"
+            f"the verdict on {folder} proves quality but not speed, so the artifact is not published. Speed "
+            f"was not judged: {verdict.speed_not_judged}.\nTo publish the artifact anyway, give "
+            "--allow-unjudged-speed; the model card then begins with this"
         )
     if directory is not None:
         if directory.resolve().is_relative_to(folder.resolve()):

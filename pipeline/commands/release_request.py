@@ -147,7 +147,7 @@ def _refuse_trials(given: Mapping[str, Any], engine: EngineOptions, recipe: Reci
     if asked is not None and asked != claim:
         raise UserError(
             f"{flag('batch_invariance')} {asked} contradicts the recipe, which says {claim}; write "
-            f"`batch_invariance: {asked}` in the recipe, or try it with `pipeline validate`"
+            f"`batch_invariance: {asked}` in the recipe, or try this mode with `pipeline validate`"
         )
 
 

@@ -69,7 +69,10 @@ def validate(
     if run.asked.sign is not None:
         require_key(run.asked.sign)
         if not places:
-            raise UserError("this run writes no verdict that could be signed; name a folder with --report")
+            raise UserError(
+                "this run writes its verdict to no file, so --sign has nothing to sign; name a folder with "
+                "--report"
+            )
     say_exploratory(run)
     return write_down(measure_and_judge(run), places, run.asked.sign)
 

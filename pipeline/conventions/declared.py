@@ -41,8 +41,8 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
             if pattern is not None:
                 raise UserError(
                     f"{checkpoint.source}: tensor {weight.tensors[0]} is packed, but the quantization config "
-                    f"excludes it ({pattern!r}): readers would take it for plain; correct the config, "
-                    "or quantize again"
+                    f"excludes it ({pattern!r}): other libraries would read it as unquantized; correct the "
+                    "config, or quantize again"
                 )
     return {
         module: replace(weight, read=partial(_read_sound, checkpoint, weight))

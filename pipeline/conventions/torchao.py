@@ -49,7 +49,7 @@ class TorchAO(ExportDefaults):
         if not stored:
             raise UserError(
                 f"{checkpoint.source}: config.json declares torchao, but no safetensors header describes a "
-                f"quantized tensor; save it again with torchao's safetensors support"
+                "quantized tensor; save the checkpoint again with torchao's safetensors support"
             )
         return stored
 
@@ -132,7 +132,9 @@ def _subclasses(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
                 raise UserError(f"{file}: {error.message}; save the checkpoint again") from error
             if isinstance(value, dict) and value.get("_type") != "Tensor":
                 if not isinstance(value.get("_data") or {}, dict):
-                    raise UserError(f"{file}: the header's entry for {name} is malformed; save it again")
+                    raise UserError(
+                        f"{file}: the header's entry for {name} is malformed; save the checkpoint again"
+                    )
                 described[name] = value
     return described
 

@@ -88,6 +88,6 @@ def _refuse_different(
     if is_packed or not hold_the_same(checkpoint.tensors[target], checkpoint.tensors[source]):
         raise UserError(
             f"{checkpoint.source}: config.json ties {target} to {source} (tie_word_embeddings), and the "
-            "files hold both, different: some readers would drop one. Write `tie_word_embeddings: false` "
-            "there, or quantize again"
+            "files hold both, with different values: some libraries would drop one. Write "
+            "`tie_word_embeddings: false` in config.json, or quantize again"
         )

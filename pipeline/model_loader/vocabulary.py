@@ -16,5 +16,6 @@ def refuse_unknown_tokens(ids: Tensor, tokenizer: Any, checkpoint: Checkpoint) -
     if largest >= size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model {checkpoint.source} only {size}: "
-            f"token {largest} of the text is unknown to the model; put its own tokenizer beside its weights"
+            f"token {largest} of the text is unknown to the model; put the model's own tokenizer beside its "
+            "weights"
         )

@@ -212,8 +212,8 @@ class WeightLoader:
 
     def _no_linear(self, name: str) -> UserError:
         return UserError(
-            f"{self.checkpoint.source}: {name} quantizes its input too. Scalegate supports that for linear "
-            f"layers and experts only, and in {type(self.model).__name__} it is neither"
+            f"{self.checkpoint.source}: {name} quantizes its input too. Scalegate quantizes the inputs of "
+            f"linear layers and experts only, and in {type(self.model).__name__} this layer is neither"
         )
 
     def _read_quantized(self, name: str) -> Weight:

@@ -55,7 +55,7 @@ def publish_to_folder(files: list[BundleFile], directory: Path, progress: bool =
         _remove_leftovers(directory)
     except OSError as error:
         raise UserError(
-            f"cannot publish to {directory}: {error.strerror or error}. Nothing there has changed; "
+            f"cannot publish to {directory}: {error.strerror or error}. The folder has not changed; "
             "run the same command again to resume"
         ) from error
     result.status = "pushed"
@@ -83,7 +83,7 @@ def _release_in(directory: Path) -> dict[str, tuple[int, str]]:
     if foreign:
         raise UserError(
             f"{directory} is a release with files added to it ({', '.join(foreign[:3])}); replacing it would "
-            "delete them. Move them away, or give another folder"
+            "delete them. Move the added files away, or give another folder"
         )
     strange = sorted(name for name in names if file_refusal(directory, name) is not None)
     if strange:

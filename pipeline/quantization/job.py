@@ -150,5 +150,5 @@ def _device(device: str | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"{device!r} is not a device; give cpu, cuda or cuda:N") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available to this torch; leave --device out to use the CPU")
+        raise UserError("PyTorch finds no CUDA device here; leave --device out to use the CPU")
     return chosen

@@ -83,7 +83,7 @@ class Artifact:
         if not path.exists():
             raise UserError(
                 f"{folder} has no {MANIFEST_NAME}: it is not a finished artifact. "
-                f"Make one with `pipeline quantize MODEL --out {folder}`."
+                f"Make an artifact with `pipeline quantize MODEL --out {folder}`."
             )
         value = read_json_object(require_file(folder, MANIFEST_NAME), advice="quantize again to remake it")
         if value.get("schema_version") != SCHEMA_VERSION:

@@ -87,10 +87,9 @@ def plan_memory(
             if least[side.name] > SHARE_OF_FREE * free and share is None:
                 needed = f"{least[side.name] / GIB:.0f} GiB of GPU {device}"
                 raise UserError(
-                    f"the server of {side.checkpoint.source} needs about {needed}, where "
-                    f"{free / GIB:.0f} GiB are free; end what else runs there, use a smaller --m or "
-                    "--input-len, "
-                    "or an engine that takes --tensor-parallel-size"
+                    f"the server of {side.checkpoint.source} needs about {needed}, but only "
+                    f"{free / GIB:.0f} GiB are free; end other programs there, or use a smaller --m or "
+                    "--input-len, or an engine that takes --tensor-parallel-size"
                 )
             taken[device] = taken.get(device, 0.0) + least[side.name]
     fit = all(taken[device] <= SHARE_OF_FREE * memory[device][0] for device in taken)

@@ -131,8 +131,9 @@ def refuse_other_vocabulary(
 ) -> None:
     if loaded.vocab_size != baseline_loaded.vocab_size:
         raise UserError(
-            f"{artifact.source} has a vocabulary of {loaded.vocab_size} tokens and {baseline.source} of "
-            f"{baseline_loaded.vocab_size}: not the checkpoint it was made from; give that with --baseline"
+            f"{artifact.source} has a vocabulary of {loaded.vocab_size} tokens, and {baseline.source} one of "
+            f"{baseline_loaded.vocab_size}; with --baseline, give the checkpoint that {artifact.source} was "
+            "made from"
         )
 
 

@@ -30,8 +30,8 @@ def open_rival(
         given = str(rival_folder(artifact.folder.resolve().parent, manifest.source, named))
         if not Path(given).is_dir():
             raise UserError(
-                f"the recipe names a rival, {named!r}, and {given} is not there. Give a checkpoint with "
-                f"--rival, or make it: pipeline quantize {manifest.source} {given} --recipe {named}"
+                f"the recipe names a rival, {named!r}, but there is no folder {given}. Give a checkpoint "
+                f"with --rival, or make one: pipeline quantize {manifest.source} {given} --recipe {named}"
             )
     rival = open_checkpoint(given, revision)
     if rival.folder.resolve() == artifact.folder.resolve():

@@ -133,7 +133,7 @@ def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: in
         raise UserError(
             f"prefill of {max(workload.ms)} prompts of {workload.input_len} tokens takes "
             f"{-(-prompts // chunk)} steps, and answers have only {workload.output_len} tokens: the first "
-            "requests would end before the last begin to decode, so M would not be reached. "
+            "requests would end before the last requests begin to decode, so M would not be reached. "
             f"Give {advice}, or fewer requests at once (--m)"
         )
     if chunk == usual[1]:
@@ -183,7 +183,7 @@ def placed(asked: str, placement: Placement) -> str:
     if placement.devices is None:
         return device
     if device != "cuda" and asked == AUTO:
-        raise UserError("--devices names GPUs, but this torch sees none")
+        raise UserError("--devices names GPUs, but PyTorch finds no GPU here")
     if device != "cuda":
         raise UserError(f"--devices and --device {asked} both name a device; leave one of them out")
     return f"cuda:{placement.devices[0]}"
@@ -193,7 +193,9 @@ def gpu_name(index: int) -> str:
     """Return the name of a GPU. Raise UserError if there is no such GPU."""
     count = torch.cuda.device_count()
     if index >= count:
-        raise UserError(f"there is no GPU {index}: this torch sees {count}; name others with --devices")
+        raise UserError(
+            f"there is no GPU {index}: PyTorch finds {count} GPUs here; name others with --devices"
+        )
     return torch.cuda.get_device_name(index)
 
 

@@ -250,7 +250,9 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
     """
     for server in servers:
         if reason := server.why_gone():
-            raise UserError(f"{reason}. Nothing was decided; run it again (its log: {server.log})")
+            raise UserError(
+                f"{reason}. Nothing was decided; run the same command again (the server's log: {server.log})"
+            )
 
 
 def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:

@@ -112,15 +112,19 @@ def first_model(base_url: str, api_key: str | None = None) -> str:
         raise UserError(f"{base_url}/v1/models answered {error.code} {error.reason}{hint}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise UserError(f"no server answers at {base_url} ({reason}); start it, or check the URL") from error
+        raise UserError(
+            f"no server answers at {base_url} ({reason}); start the server, or check the URL"
+        ) from error
     except ValueError as error:
         if isinstance(error, json.JSONDecodeError):
             raise UserError(
                 f"{base_url}/v1/models did not answer with JSON; give the URL of an OpenAI-style server"
             ) from error
-        raise UserError(f"{base_url!r} is not a URL ({error}); give one like http://HOST:PORT") from error
+        raise UserError(
+            f"{base_url!r} is not a URL ({error}); give a URL such as http://HOST:PORT"
+        ) from error
     except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{base_url}/v1/models lists no model; load one, or name it") from error
+        raise UserError(f"{base_url}/v1/models lists no model; start the server with a model") from error
 
 
 def is_healthy(base_url: str) -> bool:

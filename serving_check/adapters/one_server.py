@@ -19,7 +19,7 @@ def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
     if _addresses(artifact.base_url) & _addresses(baseline.base_url):
         raise UserError(
             f"{artifact.base_url} and {baseline.base_url} are the same server; "
-            "give the artifact and its baseline a server each"
+            "give the artifact and its baseline separate servers"
         )
 
 
@@ -33,8 +33,8 @@ def refuse_shared_counter(
         return
     raise UserError(
         f"the artifact's server at {artifact.base_url} generated {last - first:.0f} tokens while only "
-        f"the baseline's was asked, for {tokens}: one server is behind both URLs, or others use it; "
-        "give each side a server of its own"
+        f"the baseline's server was asked for {tokens} tokens: either one server is behind both URLs, or "
+        "other clients use it; give each side a server of its own"
     )
 
 

@@ -245,8 +245,8 @@ class SubprocessEndpoint:
                 if time.monotonic() - started > self.startup_timeout:
                     raise UserError(
                         f"{self.name} did not serve within {self.startup_timeout:.0f} s: "
-                        f"{self._last_line()}; give it longer with --startup-timeout, or see why it hangs "
-                        f"(its log: {self.log})"
+                        f"{self._last_line()}; allow more time with --startup-timeout, or look for the cause "
+                        f"in the server's log: {self.log}"
                     )
                 time.sleep(pause)
                 pause = min(pause * 1.2, 0.5)

@@ -122,7 +122,7 @@ class Engine:
         if len(tokens) > longest:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens; with max_model_len={self.max_model_len} it may have "
-                f"at most {longest}. Shorten it."
+                f"at most {longest}. Shorten the prompt."
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.vocab_size:

@@ -191,8 +191,8 @@ def pool_pages(
     if num_pages < full_context:
         raise UserError(
             f"the KV pool is too small for one full-length request: {origin} holds {num_pages} "
-            f"page{'' if num_pages == 1 else 's'} of {page_size} tokens, max_model_len is {max_model_len}. "
-            "Lower max_model_len, or give the pool more tokens"
+            f"page{'' if num_pages == 1 else 's'} of {page_size} tokens, and max_model_len is "
+            f"{max_model_len}. Lower max_model_len, or give the pool more tokens"
             f"{_smaller_pages(page_size, kv_cache_tokens, max_model_len, device)}."
         )
     return num_pages
@@ -235,7 +235,7 @@ class _Room:
         raise UserError(
             f"{why} for {flag('max_num_seqs')} {self.max_num_seqs} takes "
             f"{(page_bytes + self.kept) / 2**30:.1f} GiB of {self.device.type} memory{kept}; "
-            f"{self.free / 2**30:.1f} GiB are free. Serve {some}, or shorter ones."
+            f"{self.free / 2**30:.1f} GiB are free. Serve {some}, or shorter requests."
         )
 
 

@@ -37,7 +37,7 @@ def require_groups(workload: WorkloadSettings) -> None:
     if workload.max_blocks < LEAST_BLOCKS:
         raise UserError(
             f"the servers do not fit in memory together and take turns, which needs --max-blocks "
-            f"{LEAST_BLOCKS} or more; it is {workload.max_blocks}"
+            f"{LEAST_BLOCKS} or more, not {workload.max_blocks}"
         )
 
 

@@ -36,7 +36,9 @@ class SamplingDefaults:
                 raise UserError("max_new_tokens is 0; it must be a whole number from 1 on")
             SamplingParams(**values, **most)
         except UserError as error:
-            raise UserError(f"generation_config.json: {error.message}; correct or remove it there") from error
+            raise UserError(
+                f"generation_config.json: {error.message}; correct or remove this setting"
+            ) from error
         return cls(**values, max_tokens=config.get("max_new_tokens"))
 
 

@@ -131,7 +131,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UserError(
             f"cannot listen on {host} port {port}: {error.strerror}. "
-            "Give another --port, or --port 0 for any free one, or stop what listens there"
+            "Give another --port, or --port 0 for any free port, or end the program that uses this one"
         ) from error
 
 

@@ -268,8 +268,8 @@ def refuse_card(card: str) -> None:
         ModelCard(card, ignore_metadata_errors=True).validate()
     except ValueError as error:
         raise UserError(
-            f"the Hub refuses the front matter of {CARD_NAME}: {_reasons(str(error))}. It is taken from "
-            "the base's card: correct it there, or take the field out, and quantize again"
+            f"the Hub refuses the front matter of {CARD_NAME}: {_reasons(str(error))}. The front "
+            "matter comes from the base's card: correct or remove the field in that card, and quantize again"
         ) from error
 
 

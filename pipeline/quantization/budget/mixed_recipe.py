@@ -93,7 +93,10 @@ def mixed_recipe(
     )
     chosen = allocate(groups, budget, (sum(weights.values()), bits))
     if not beside and set(chosen.chosen) == {PLAIN}:
-        raise UserError(f"--max-kl {budget.divergence:g}: no layer can be quantized within it; give more")
+        raise UserError(
+            f"--max-kl {budget.divergence:g}: no layer can be quantized within this divergence; "
+            "give a larger one"
+        )
     rules = tuple(
         Rule(module, spec, KEPT_BY_BUDGET if spec == PLAIN else "")
         for module, spec in chosen.by_module().items()

@@ -33,7 +33,9 @@ def devices_of(words: str) -> list[str]:
     if words == "all":
         count = torch.cuda.device_count()
         if not count:
-            raise UserError("--devices all: this torch sees no GPU; give --devices cpu,cpu for two processes")
+            raise UserError(
+                "--devices all: PyTorch finds no GPU here; give --devices cpu,cpu for two processes"
+            )
         return [f"cuda:{index}" for index in range(count)]
     names = [f"cuda:{word}" if word.isdigit() else word for word in words.split(",")]
     for name in names:
@@ -42,7 +44,7 @@ def devices_of(words: str) -> list[str]:
         except RuntimeError as error:
             raise UserError(f"--devices {words}: {name!r} is not a device; give all, or 0,1") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise UserError(f"--devices {words}: this torch sees {torch.cuda.device_count()} GPUs")
+            raise UserError(f"--devices {words}: PyTorch finds {torch.cuda.device_count()} GPUs here")
     return names
 
 

@@ -139,7 +139,7 @@ def test_a_context_that_was_not_asked_for_before_is_timed(
         (["--contexts", "0"], "--contexts 0: a context is a number of tokens"),
         (["--m", "0,1"], "M=0: M is a number of requests"),
         (["--contexts", "128,999999"], "--contexts 999999 is more than the 8192 tokens of"),
-        (["--contexts", "128", "--no-kv"], "--no-kv times none; leave one of them out"),
+        (["--contexts", "128", "--no-kv"], "--no-kv times none; leave one of the two out"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_in_one_line(example_checkpoint: Path, words: list[str], said: str):

@@ -99,7 +99,7 @@ def test_gpus_that_are_not_there_are_refused_before_anything_is_made(
     example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match="this torch sees none"):
+    with pytest.raises(UserError, match="PyTorch finds no GPU here"):
         stages.release(str(example_checkpoint), "nvfp4", "folder:out", work=tmp_path, devices=(0, 1))
     assert not list(tmp_path.iterdir())
 
@@ -113,7 +113,7 @@ def test_all_is_every_gpu_and_servers_take_as_many_as_they_can_use(monkeypatch: 
     assert Placement((0, 1, 2, 3), 2).for_servers(3).devices == (0, 1)
     assert Placement((3,), 2).for_servers(2).devices == (3,), "too few are for `groups` to refuse"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(UserError, match="--devices all: this machine has none"):
+    with pytest.raises(UserError, match="--devices all: this machine has no GPU"):
         parse(Placement, field, "all")
 
 

@@ -121,7 +121,7 @@ def test_one_that_fails_or_is_killed_ends_those_that_go_on(monkeypatch: pytest.M
 def test_devices_that_are_not_there_are_refused():
     with pytest.raises(UserError, match="'tpu9' is not a device"):
         launch.devices_of("tpu9")
-    with pytest.raises(UserError, match="this torch sees"):
+    with pytest.raises(UserError, match="PyTorch finds"):
         launch.devices_of("90,91")
 
 

@@ -84,7 +84,7 @@ def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(examp
     granted = plan.grants["artifact"]
     assert granted is not None and granted.share == pytest.approx(SHARE_OF_FREE * 1.5 * need / 140)
     assert granted.kv_cache_bytes is None
-    with pytest.raises(UserError, match="GiB are free; end what else runs there"):
+    with pytest.raises(UserError, match="GiB are free; end other programs there"):
         plan_memory(both, placement, gpu(0.9 * need))
 
 
@@ -243,7 +243,7 @@ def test_gpus_of_several_kinds_and_those_that_are_not_there_are_refused(example_
     assert len(sides_of(wanted, Placement(devices=(0, 1)), kinds.__getitem__)) == 2
     with pytest.raises(UserError, match=r"GPUs of different kinds \(1: H200, 2: H100\)"):
         sides_of(wanted, Placement(devices=(1, 2)), kinds.__getitem__)
-    with pytest.raises(UserError, match="there is no GPU 97: this torch sees"):
+    with pytest.raises(UserError, match="there is no GPU 97: PyTorch finds"):
         sides_of(wanted, Placement(devices=(97,)))
 
 

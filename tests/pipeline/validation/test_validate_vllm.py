@@ -171,7 +171,7 @@ def test_a_server_killed_in_its_turn_decides_nothing(
 def test_options_that_do_not_reach_an_engine_are_refused(artifact: Path):
     with pytest.raises(UserError, match="its server would run on fewer GPUs"):
         validate(artifact, engine="vllm", baseline_engine="embedded", tensor_parallel_size=2, progress=False)
-    with pytest.raises(UserError, match="this torch sees none"):
+    with pytest.raises(UserError, match="PyTorch finds no GPU here"):
         validate(artifact, engine="vllm", devices=(0, 1), progress=False)
     with pytest.raises(UserError, match="--tensor-parallel-size does not apply to the engine 'embedded'"):
         validate(artifact, tensor_parallel_size=2, progress=False)
