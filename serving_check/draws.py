@@ -1,7 +1,7 @@
 """Compares sampled tokens with the distributions that they should be drawn from: figures of a goodness of
 fit.
 
-Whether they fit, `checks/in_use/sampling.py` decides.
+`checks/in_use/sampling.py` decides whether tokens and distributions fit.
 """
 
 import hashlib
@@ -18,8 +18,7 @@ are six such tensors."""
 
 
 def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: str) -> Draws:
-    """Compares `tokens` with the distributions softmax(logits / temperature), logits [tokens, V] of any
-    dtype.
+    """Compare `tokens` with the distributions softmax(logits / temperature), logits [tokens, V] of any dtype.
 
     The probability integral transform of a token is the probability of all tokens before it, the most likely
     first, plus a random share of its own: uniform from 0 to 1 if it was drawn from the distribution
@@ -44,7 +43,9 @@ def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: st
 
 
 def _figures(logits: Tensor, tokens: Tensor, shares: Tensor, temperature: float) -> Tensor:
-    """fp64 [rows, 4]: -log p of each token, entropy, variance of -log p, probability integral transform."""
+    """Return, in fp64 [rows, 4], each token's -log p, entropy, variance of -log p and probability integral
+    transform.
+    """
     nats = -(logits.double() / temperature).log_softmax(-1)
     p = (-nats).exp()
     own = nats.gather(-1, tokens[:, None])
@@ -60,8 +61,8 @@ def _figures(logits: Tensor, tokens: Tensor, shares: Tensor, temperature: float)
 
 
 def _random_shares(name: str, count: int) -> Tensor:
-    """fp64 [count], uniform from 0 to 1. They come from a hash: a server's own draws may use the numbers that
-    follow a seed.
+    """Return uniform numbers from 0 to 1, fp64 [count]. The numbers come from a hash: a server's own draws
+    may use the numbers that follow a seed.
     """
     digest = hashlib.sha256(name.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

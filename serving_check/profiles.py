@@ -1,8 +1,7 @@
 """Profiles of loads: how long the prompts and the answers of a kind of service are, by public traces.
 
-Not for the requests that are sent: those are in `workload/profile_plan.py`.
-Prompts and answers are drawn independently: the logarithms of their lengths correlate by 0.09 (chat), 0.00
-(code) and 0.49 (rag) in these traces.
+The requests that are sent are in `workload/profile_plan.py`. Prompts and answers are drawn independently: the
+logarithms of their lengths correlate by 0.09 (chat), 0.00 (code) and 0.49 (rag) in these traces.
 """
 
 import math
@@ -19,14 +18,14 @@ STEPS = 1000
 class Lengths:
     """A distribution of lengths in tokens: quantiles of a trace, and log-uniform between two of them.
 
-    It ends at the 99th percentile, so that a single outlier does not set the longest request.
+    The distribution ends at the 99th percentile, so that a single outlier does not set the longest request.
     """
 
     quantiles: tuple[tuple[float, int], ...]
     """Quantiles: a share of the requests, ascending from 0 to 1, and the most tokens that this share has."""
 
     def at(self, share: float) -> float:
-        """The length that this share of the requests has at most."""
+        """Return the length that this share of the requests has at most."""
         (low, shorter), (high, longer) = next(
             pair for pair in pairwise(self.quantiles) if share <= pair[1][0]
         )

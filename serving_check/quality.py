@@ -38,15 +38,15 @@ class Document:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The text of each document in the file, from `read_documents`."""
+    """Return the text of each document in the file, from `read_documents`."""
     return [document.text for document in read_documents(path)]
 
 
 def read_documents(path: Path) -> list[Document]:
-    """The documents of a `.jsonl` file (`{"text": …}` a line, perhaps with a `domain`), or the whole of any
-    other text file.
+    """Return the documents of a `.jsonl` file (`{"text": …}` a line, perhaps with a `domain`), or the whole
+    of any other text file.
 
-    ValueError names the file's first line that is not such a one.
+    A line that is no such document raises ValueError with the file and the number of its first such line.
     """
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
@@ -73,7 +73,7 @@ def token_windows(
     """Cut each document into consecutive windows int64 [<= length] that do not overlap.
 
     No window spans two documents, and every window has at least two tokens. A window's first token is not
-    predicted; it stops at `max_predictions`, if given.
+    predicted; cutting stops at `max_predictions`, if given.
     """
     windows: list[Tensor] = []
     predictions = 0
@@ -98,10 +98,10 @@ def compare(
     second_half: bool = False,
     batch: int = 1,
 ) -> Comparison:
-    """Both models on the same windows, with the exact KL divergence at every scored position.
+    """Compare both models on the same windows, with the exact KL divergence at every scored position.
 
-    second_half: score only the second half of each window. A model over stored keys and values decodes it, a
-                 token at a time, over the keys and values of the first half
+    second_half: score only the second half of each window. A model over stored keys and values decodes this
+                 half, a token at a time, over the keys and values of the first half
     batch:       number of windows of one length that are computed together
     """
     return comparison_of(
@@ -120,7 +120,7 @@ def compare_domains(
     second_half: bool = False,
     batch: int = 1,
 ) -> tuple[Comparison, dict[str, Comparison]]:
-    """Like `compare`, over all windows and over each domain's alone.
+    """Compare like `compare`, over all windows and over each domain's alone.
 
     domains: the domain of each window
     """
@@ -140,8 +140,8 @@ def token_figures(
     progress: Callable[[int], None] | None = None,
     second_half: bool = False,
 ) -> list[Tensor]:
-    """Runs of scored tokens, fp64 [<= RUN, 5]: KL, nats under either model, whether both agree, the entropy
-    of the baseline's prediction.
+    """Yield runs of scored tokens, fp64 [<= RUN, 5]: KL, nats under either model, whether both agree, the
+    entropy of the baseline's prediction.
 
     windows: int64 [B, T]
     """
@@ -167,20 +167,22 @@ def token_figures(
 
 
 def comparison_of(runs: Iterable[Tensor]) -> Comparison:
-    """The comparison that summarizes the figures of all tokens."""
+    """Return the comparison that summarizes the figures of all tokens."""
     runs = list(runs)
     _require_tokens(sum(len(run) for run in runs))
     return _comparison(runs)
 
 
 def _groups(windows: Sequence[Tensor], batch: int) -> Iterator[Tensor]:
-    """Consecutive windows of one length, int64 [<= batch, T]."""
+    """Yield consecutive windows of one length, int64 [<= batch, T]."""
     for _, alike in itertools.groupby(windows, len):
         yield from torch.stack(list(alike)).split(batch)
 
 
 def _comparison(runs: Sequence[Tensor]) -> Comparison:
-    """The comparison from runs of tokens. runs: fp64 [tokens, 5] each, as `token_figures` gives them"""
+    """Return the comparison from runs of tokens. runs: fp64 [tokens, 5] each, as `token_figures` gives
+    them
+    """
     tokens = torch.cat(list(runs))
     kl = tokens[:, 0].sort().values
     mean_kl, nats, baseline_nats, agreement, entropy = tokens.mean(0).tolist()
@@ -199,9 +201,10 @@ def _comparison(runs: Sequence[Tensor]) -> Comparison:
 
 
 def _intervals(runs: Sequence[Tensor], tokens: Tensor) -> dict[str, tuple[float, float]]:
-    """Percentile intervals of a bootstrap over runs of tokens (Efron and Tibshirani, 1993, chapters 8, 13).
+    """Return percentile intervals of a bootstrap over runs of tokens (Efron and Tibshirani, 1993, chapters 8,
+    13).
 
-    It is seeded: the same tokens give the same intervals.
+    The bootstrap is seeded: the same tokens give the same intervals.
     """
     if len(runs) < 2 or not bool(tokens.isfinite().all()):
         return {}
@@ -230,30 +233,33 @@ def _intervals(runs: Sequence[Tensor], tokens: Tensor) -> dict[str, tuple[float,
 
 
 def continuation_nats(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> float:
-    """Mean negative log-likelihood of `continuation` after `prompt` under `model`."""
+    """Return the mean negative log-likelihood of `continuation` after `prompt` under `model`."""
     window = torch.tensor([*prompt, *continuation], dtype=torch.int64)
     return _losses(model, window)[len(prompt) - 1 :].mean().item()
 
 
 def nats(model: nn.Module, window: Tensor) -> float:
-    """Negative log-likelihood under `model` of all tokens of a window, int64 [T], but the first."""
+    """Return the negative log-likelihood under `model` of all tokens of a window, int64 [T], but the
+    first.
+    """
     return _losses(model, window).sum().item()
 
 
 def greedy_gaps(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
-    """How far the logit of each token of `continuation` is below the best one there, in nats."""
+    """Return how far the logit of each token of `continuation` is below the best one there, in nats."""
     return below_best(continuation_logits(model, prompt, continuation), continuation)
 
 
 def continuation_logits(model: nn.Module, prompt: Sequence[int], continuation: Sequence[int]) -> Tensor:
-    """fp32 [tokens, V]: the logits that predict each token of `continuation`."""
+    """Return fp32 [tokens, V]: the logits that predict each token of `continuation`."""
     window = torch.tensor([[*prompt, *continuation]], dtype=torch.int64)
     [logits] = _next_token_logits(model, window, len(prompt))
     return logits.float()
 
 
 def below_best(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """How far the logit of each token is below the best one of its row, in nats, logits fp32 [tokens, V].
+    """Return how far the logit of each token is below the best one of its row, in nats, logits fp32 [tokens,
+    V].
 
     A gap of at most two roundings of the best logit to bfloat16 counts as 0: such logits are tied, and
     another order of summation may choose the other one.
@@ -265,7 +271,7 @@ def below_best(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """The log-probability of each token in nats, from its row of logits, fp32 [tokens, V]."""
+    """Return the log-probability of each token in nats, from its row of logits, fp32 [tokens, V]."""
     return (-_nll(logits.log_softmax(-1), torch.tensor(tokens))).tolist()
 
 
@@ -276,15 +282,15 @@ def _losses(model: nn.Module, window: Tensor) -> Tensor:
 
 
 def _predictions(model: nn.Module, window: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """fp32 logits [rows, vocab] and the tokens they should have predicted [rows], a slice at a time."""
+    """Yield fp32 logits [rows, vocab] and the tokens they should have predicted [rows], a slice at a time."""
     [logits] = _next_token_logits(model, window[None], 1)
     for rows, targets in zip(logits.split(LOGIT_ROWS), window[1:].split(LOGIT_ROWS), strict=True):
         yield rows.float(), targets
 
 
 def _next_token_logits(model: nn.Module, windows: Tensor, first: int) -> Tensor:
-    """[B, T - first, V]: the logits that predict the tokens of windows, int64 [B, T], from token `first`
-    on.
+    """Return [B, T - first, V]: the logits that predict the tokens of windows, int64 [B, T], from token
+    `first` on.
     """
     ids, scored = windows.to(next(iter(model.parameters())).device), windows.shape[1] - first
     options = {} if first == 1 else {"logits_to_keep": scored + 1}

@@ -35,14 +35,16 @@ LEAST_SHORT = 16
 
 
 def default_ms(input_len: int) -> tuple[int, ...]:
-    """The Ms of a workload whose prompts have `input_len` tokens; the release policy allows both choices."""
+    """Return the Ms of a workload whose prompts have `input_len` tokens; the release policy allows both
+    choices.
+    """
     return MS if input_len <= LONG_PROMPT else MS_OF_LONG_PROMPTS
 
 
 @dataclass(frozen=True)
 class WorkloadSettings:
-    """The requests that are sent, the same to both sides. Changing any of them changes the meaning of a
-    verdict.
+    """The requests that are sent, the same to both sides. Changing any of these settings changes the meaning
+    of a verdict.
     """
 
     __pydantic_config__ = DOCUMENTED
@@ -98,16 +100,16 @@ class WorkloadSettings:
 
     @property
     def ms_between(self) -> tuple[int, ...]:
-        """The drawn Ms."""
+        """Return the drawn Ms."""
         return draw_between(self.ms, self.seed) if self.draws_between else ()
 
     @property
     def measured_ms(self) -> tuple[int, ...]:
-        """The given and the drawn Ms, ascending."""
+        """Return the given and the drawn Ms, ascending."""
         return tuple(sorted({*self.ms, *self.ms_between}))
 
     def at(self, m: int) -> "WorkloadSettings":
-        """The settings with the requests sent at `m`: shorter ones if it was drawn."""
+        """Return the settings with the requests sent at `m`: shorter requests if `m` was drawn."""
         if m in self.ms:
             return self
         output_len = max(self.output_len // SHORTER, min(self.output_len, LEAST_SHORT))
@@ -182,14 +184,14 @@ class Bounds:
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> "Bounds":
-        """The defaults, with the recipe's values under the same names."""
+        """Return the defaults, with the recipe's values under the same names."""
         names = {field.name for field in fields(cls)}
         changes = {name: value for name, value in recipe.items() if name in names and value is not None}
         return replace(cls(), **{name: checked_bound(name, value) for name, value in changes.items()})
 
 
 def checked_bound(name: str, value: object) -> float:
-    """`value` as a bound. UserError if it is not a number in the allowed range."""
+    """Return `value` as a bound. A value that is not a number in the allowed range raises UserError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_BOUND:
         raise UserError(
             f"the bound {name} must be a number above 0 and below {LARGEST_BOUND:g}, not {value!r}"

@@ -10,14 +10,14 @@ Settings are read from the memory of each request, so a captured graph draws for
     integers     int64 [R, 2]   seed, top_k (0 keeps all)
     out          int64 [B]
 
-One program handles a row. A greedy row takes the first of the greatest logits, in one pass. Otherwise one
+One program handles a row. A greedy row takes the first of the greatest logits, in one pass. For others one
 uniform number from seed and position is looked up in the cumulative distribution, in two passes more. A bound
 for top_k or top_p is a distance from the greatest logit, counted in numbers of the logits' dtype, equals
 staying together. A pass tries three bounds, which settles two bits; as most bounds are near, one pass sees
 whether the upper bits are zero. A bound takes six passes for bf16, or nine if its upper bits are not zero;
 top_p within top_k takes fewer. Passes after the first one read a row of 152k bf16 logits from L2.
 
-It reads 2 * B * V bytes of bf16 logits once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
+A call reads 2 * B * V bytes of bf16 logits once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
 """
 
 import torch

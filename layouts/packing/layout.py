@@ -178,8 +178,8 @@ class ExpertsLayout(Protocol):
     def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
         """Multiply by each row's expert: `y[t * top_k + j] = x[row(t, j)] @ dequantize(expert[t, j]).T`.
 
-        x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous y: [T *
-        top_k, N]. On CUDA the method must not wait for the device, since it runs inside CUDA graphs.
+        x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous
+        y: [T * top_k, N]. On CUDA the method must not wait for the device, since it runs inside CUDA graphs.
         """
         ...
 

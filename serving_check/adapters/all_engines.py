@@ -1,4 +1,6 @@
-"""Every engine, registered; import `ENGINES` from here. Finds the engine of a word after `--engine`."""
+"""Every engine, registered; import `ENGINES` from here. The module also finds the engine of a word after
+`--engine`.
+"""
 
 from .embedded import EMBEDDED
 from .engine import ENGINES, Engine
@@ -15,7 +17,7 @@ __all__ = ["DEFAULT_ENGINE", "ENGINES", "engine_named", "find_engine"]
 
 
 def find_engine(word: str) -> Engine | None:
-    """The engine whose name or prefix is `word`; None if there is none."""
+    """Return the engine whose name or prefix is `word`; None if there is none."""
     for name, engine in ENGINES.items():
         if word == name or word.startswith(engine.prefixes):
             return engine
@@ -23,5 +25,5 @@ def find_engine(word: str) -> Engine | None:
 
 
 def engine_named(word: str) -> Engine:
-    """Like `find_engine`, but raises UserError with the engines' names if there is none."""
+    """Find an engine like `find_engine`, but raise UserError with the engines' names if there is none."""
     return find_engine(word) or ENGINES[word]

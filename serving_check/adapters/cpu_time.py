@@ -31,7 +31,7 @@ class _Status:
 
 
 def server_processes(supervisor: int, log: Path) -> list[int]:
-    """Ids of the processes below the supervisor, and of all others that write to the server's log.
+    """Return the ids of the processes below the supervisor, and of all others that write to the server's log.
 
     A fork server's children are not below the supervisor, but have its log for their output.
     """
@@ -42,18 +42,18 @@ def server_processes(supervisor: int, log: Path) -> list[int]:
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:
-    """CPU time of the processes so far, with that of their children that have ended."""
+    """Return the CPU time of the processes so far, with that of their children that have ended."""
     statuses = [_status(pid) for pid in processes]
     return sum(status.ticks for status in statuses if status is not None) / os.sysconf("SC_CLK_TCK")
 
 
 def own_processes() -> list[int]:
-    """This process, and all below it."""
+    """Return the ids of this process and all processes below it."""
     return [os.getpid(), *_below(os.getpid(), _statuses())]
 
 
 def usable_by(processes: Sequence[int]) -> set[int]:
-    """The cores on which any of the processes may run; empty if they are not known."""
+    """Return the cores on which any of the processes may run; empty if they are not known."""
     found: set[int] = set()
     for pid in processes:
         with suppress(OSError, AttributeError):
@@ -62,15 +62,16 @@ def usable_by(processes: Sequence[int]) -> set[int]:
 
 
 def computing_threads(processes: Sequence[int]) -> int | None:
-    """The number of computing threads in the busiest process: those with at least half the CPU time of the
-    busiest thread, since a product's threads share its work evenly. None if it is not known."""
+    """Return the number of computing threads in the busiest process: those with at least half the CPU time of
+    the busiest thread, since a product's threads share its work evenly. The result is None if the number is
+    not known."""
     ticks = [_threads_ticks(pid) for pid in processes]
     busiest = max(ticks, key=sum, default=[])
     return sum(2 * used >= max(busiest) for used in busiest) or None
 
 
 def _threads_ticks(pid: int) -> list[int]:
-    """CPU time of each thread of a process, in clock ticks."""
+    """Return the CPU time of each thread of a process, in clock ticks."""
     with suppress(OSError):
         threads = [
             _status_in(PROC / str(pid) / "task" / name) for name in os.listdir(PROC / str(pid) / "task")
@@ -81,7 +82,7 @@ def _threads_ticks(pid: int) -> list[int]:
 
 @contextmanager
 def paused(processes: Sequence[int]) -> Iterator[None]:
-    """Inside the `with` block, the processes are stopped. A process that has ended is skipped: its number may
+    """Stop the processes while the `with` block runs. A process that has ended is skipped: its number may
     belong to another process.
     """
     try:
@@ -127,12 +128,12 @@ def _below(ancestor: int, statuses: Mapping[int, _Status]) -> list[int]:
 
 
 def _status(pid: int) -> _Status | None:
-    """The figures of a process; None if it has ended."""
+    """Return the figures of a process; None if it has ended."""
     return _status_in(PROC / str(pid))
 
 
 def _status_in(folder: Path) -> _Status | None:
-    """The figures of a process or a thread."""
+    """Return the figures of a process or a thread."""
     try:
         text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -12,8 +12,8 @@ from .subprocess_endpoint import SubprocessEndpoint
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
-    """The server of our own engine. It chooses its own port, and its options decide how much memory it
-    takes."""
+    """Return the server of our own engine. The server chooses its own port, and its options decide how much
+    memory it takes."""
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", str(job.folder), "--port", "0"]
     options = replace(job.options, device="cuda") if job.devices else job.options
     command += ["--served-model-name", job.side, *words_of(options.to_json())]

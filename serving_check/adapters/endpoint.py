@@ -1,6 +1,6 @@
 """The address of an OpenAI-compatible server, and its own description; plain data and two small reads.
 
-Not for starting servers (`subprocess_endpoint.py`) nor for sending a workload (`..workload`).
+Servers are started by `subprocess_endpoint.py`, and workloads are sent by `..workload`.
 """
 
 import http.client
@@ -49,20 +49,22 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def metrics(self) -> dict[str, float]:
-        """The values of `/metrics` by `name{labels}`; empty if the server has no metrics or has ended."""
+        """Return the values of `/metrics` by `name{labels}`; empty if the server has no metrics or has
+        ended.
+        """
         try:
             return {**parse_metrics(_get(self.base_url + "/metrics", self.headers())), **self.from_log()}
         except (OSError, UnicodeDecodeError):
             return {}
 
     def memory_bytes(self, samples: Mapping[str, float]) -> int | None:
-        """Resident bytes of the server's processes: from `samples` of its `/metrics`, else as this machine
-        sees them; None if neither is known."""
+        """Return the resident bytes of the server's processes: from `samples` of its `/metrics`, else as this
+        machine sees the processes; None if neither is known."""
         told = total(samples, self.series.memory)
         return self.resident_bytes() if told is None else int(told)
 
     def complete(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """The choice that `/v1/completions` returns for `body`; None if the server fails."""
+        """Return the choice that `/v1/completions` returns for `body`; None if the server fails."""
         request = urllib.request.Request(
             self.base_url + "/v1/completions",
             data=json.dumps({"model": self.model, **body}).encode(),
@@ -77,14 +79,14 @@ class Endpoint:
 
 
 class UrlEndpoint:
-    """An engine that somebody else started; `start` only checks it, `stop` does nothing."""
+    """An engine that somebody else started; `start` only checks the engine, `stop` does nothing."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
         self.api_key = api_key
 
     def start(self) -> Endpoint:
-        """The endpoint; its model is the first that `/v1/models` lists."""
+        """Return the endpoint; its model is the first that `/v1/models` lists."""
         endpoint = Endpoint(self.url, first_model(self.url, self.api_key), self.api_key)
         return replace(
             endpoint,
@@ -103,7 +105,7 @@ class UrlEndpoint:
 
 
 def first_model(base_url: str, api_key: str | None = None) -> str:
-    """The id of the first model that `/v1/models` lists."""
+    """Return the id of the first model that `/v1/models` lists."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         return str(json.loads(_get(base_url + "/v1/models", headers))["data"][0]["id"])
@@ -128,7 +130,7 @@ def first_model(base_url: str, api_key: str | None = None) -> str:
 
 
 def is_healthy(base_url: str) -> bool:
-    """Whether `/health` answers 200 now."""
+    """Say whether `/health` answers 200 now."""
     try:
         _get(base_url + "/health", {})
     except OSError:
@@ -137,7 +139,7 @@ def is_healthy(base_url: str) -> bool:
 
 
 def _takes(endpoint: Endpoint, extra: dict[str, object]) -> bool:
-    """Whether a completion of one token with these added fields is accepted."""
+    """Say whether a completion of one token with these added fields is accepted."""
     body = {"model": endpoint.model, "prompt": [1], "max_tokens": 1, **extra}
     headers = {"Content-Type": "application/json", **endpoint.headers()}
     request = urllib.request.Request(

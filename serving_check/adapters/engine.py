@@ -1,6 +1,7 @@
 """The engine seam: how a server is started on a checkpoint, its options, and its figures.
 
-One file in this folder for each engine; `all_engines.py` registers them. Data and functions, no server.
+There is one file in this folder for each engine; `all_engines.py` registers the engines. This file has data
+and functions, and starts no server.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,14 +47,16 @@ class ServerJob:
 
 
 class Server(Protocol):
-    """A server that can be started. As a context manager it is started at the beginning and stopped at the
-    end."""
+    """A server that can be started. As a context manager the server is started at the beginning and stopped
+    at the end."""
 
     def start(self) -> Endpoint:
-        """Start the server and wait until it serves. UserError with the end of its log if it cannot."""
+        """Start the server and wait until it serves. A server that cannot start raises UserError with the end
+        of its log.
+        """
 
     def stop(self) -> None:
-        """End the server; safe to call twice."""
+        """End the server; calling this twice is safe."""
 
     def __enter__(self) -> Endpoint: ...
 

@@ -40,14 +40,16 @@ class ExternalCommand:
         return Availability(True, found if version is None else f"{found}, {version}")
 
     def kv_cache_words(self, kv_format: str) -> tuple[str, ...] | None:
-        """The words that select a KV format; None if the engine does not support the format."""
+        """Return the words that select a KV format; None if the engine does not support the format."""
         if kv_format == UNQUANTIZED:
             return ()
         name = self.kv_formats.get(kv_format)
         return None if name is None else ("--kv-cache-dtype", name)
 
     def required_kv_cache_words(self, kv_cache_dtype: str) -> tuple[str, ...]:
-        """Like `kv_cache_words`, but UserError if the engine does not support the format."""
+        """Return what `kv_cache_words` returns, but raise UserError if the engine does not support the
+        format.
+        """
         words = () if kv_cache_dtype == AUTO else self.kv_cache_words(kv_cache_dtype)
         if words is None:
             raise UserError(
@@ -64,11 +66,12 @@ class ExternalCommand:
         telemetry: Telemetry,
         environment: Mapping[str, str] | None = None,
     ) -> SubprocessEndpoint:
-        """A server on a free loopback port, not yet started. The user's own words come last in its command.
+        """Return a server on a free loopback port, not yet started. The user's own words come last in the
+        server's command.
 
-        UserError if the command is not installed.
+        Raise UserError if the command is not installed.
 
-        model: the words that name the checkpoint; environment: further variables for its process
+        model: the words that name the checkpoint; environment: further variables for the server's process
         """
         if shutil.which(self.command) is None:
             raise UserError(
@@ -90,6 +93,6 @@ class ExternalCommand:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, for a command that cannot bind port 0 and print its port."""
+    """Return a port that was free a moment ago, for a command that cannot bind port 0 and print its port."""
     with socket.create_server((LOOPBACK, 0)) as server:
         return int(server.getsockname()[1])

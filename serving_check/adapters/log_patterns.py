@@ -8,7 +8,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def last_stage(stages: Pairs, log: str) -> str | None:
-    """The text of the last mark in the log, filled with the matched words; None without a mark."""
+    """Return the text of the last mark in the log, filled with the matched words; None without a mark."""
     last, said = -1, None
     for pattern, words in stages:
         for match in re.finditer(pattern, log):
@@ -18,7 +18,7 @@ def last_stage(stages: Pairs, log: str) -> str | None:
 
 
 def first_failure(failures: Pairs, log: str) -> str | None:
-    """The cause in the log's words, and a remedy, in one line; the pairs are tried in order."""
+    """Return the cause in the log's words, and a remedy, in one line; the pairs are tried in order."""
     for pattern, remedy in failures:
         match = re.search(pattern, log)
         if match:

@@ -1,7 +1,7 @@
 """The CPU time of this machine's cores: how much was used, and how much a hypervisor took.
 
-The figures come from Linux's `/proc/stat`; on other systems they are not known. Not for single processes:
-`cpu_time.py`.
+The figures come from Linux's `/proc/stat`; on other systems they are not known. The CPU time of single
+processes is in `cpu_time.py`.
 """
 
 import os
@@ -16,7 +16,7 @@ USER, NICE, SYSTEM, IDLE, IO_WAIT, INTERRUPTS, SOFT_INTERRUPTS, STEAL = range(8)
 
 @dataclass(frozen=True)
 class CoresTime:
-    """CPU seconds since the machine started, summed over its cores."""
+    """The CPU seconds since the machine started, summed over its cores."""
 
     busy: float
     """Seconds in which some process ran."""
@@ -28,7 +28,7 @@ class CoresTime:
 
 
 def cores_time(cores: Collection[int]) -> CoresTime | None:
-    """The CPU time of the cores with these numbers; None if it is not known."""
+    """Return the CPU time of the cores with these numbers; None if it is not known."""
     try:
         lines = STAT.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Refuses one server behind both URLs: it would be compared with itself.
+"""Refuses one server behind both URLs, which would be compared with itself.
 
-It compares the addresses, and the counters: one server must not count the other server's requests.
+Both the addresses and the counters are compared: one server must not count the other server's requests.
 """
 
 import socket
@@ -15,7 +15,7 @@ SAME = 0.9
 
 
 def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
-    """UserError if both endpoints are the same port of the same machine, even under different names."""
+    """Raise UserError if both endpoints are the same port of the same machine, even under different names."""
     if _addresses(artifact.base_url) & _addresses(baseline.base_url):
         raise UserError(
             f"{artifact.base_url} and {baseline.base_url} are the same server; "
@@ -26,7 +26,7 @@ def refuse_one_address(artifact: Endpoint, baseline: Endpoint) -> None:
 def refuse_shared_counter(
     artifact: Endpoint, before: dict[str, float], after: dict[str, float], tokens: int
 ) -> None:
-    """UserError if the artifact's counter rose by the `tokens` that only the baseline was asked for."""
+    """Raise UserError if the artifact's counter rose by the `tokens` that only the baseline was asked for."""
     series = artifact.series.generation_tokens
     first, last = total(before, series), total(after, series)
     if first is None or last is None or not tokens or last - first < SAME * tokens:

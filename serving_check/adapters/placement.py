@@ -24,7 +24,7 @@ BASELINE = "baseline"
 
 
 def gpus_here() -> int:
-    """The number of GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     import torch
 
     return torch.cuda.device_count()
@@ -32,7 +32,7 @@ def gpus_here() -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """The servers' GPUs and further words of their commands. UserError if a value is not allowed."""
+    """The servers' GPUs and further words of their commands. Raise UserError if a value is not allowed."""
 
     devices: tuple[int, ...] | None = option(
         None,
@@ -67,23 +67,25 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs of one server."""
+        """Return the number of GPUs of one server."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def on_a_cluster(self) -> bool:
-        """Whether Ray assigns the servers' GPUs, on one or more machines."""
+        """Say whether Ray assigns the servers' GPUs, on one or more machines."""
         return any(self.value_of(BACKEND, side) == RAY for side in ("artifact", BASELINE))
 
     def value_of(self, option: str, side: str) -> str | None:
-        """The value of an option in the words for that side's server; the last one if it is given twice."""
+        """Return the value of an option in the words for that side's server; the last value if the option is
+        given twice.
+        """
         words = self.words(side)
         given = [value for word, value in itertools.pairwise(words) if word == option]
         return given[-1] if given else None
 
     def words(self, side: str) -> list[str]:
-        """The additional words in the command of that side's server; an option and its value are two words,
-        with hyphens in its name."""
+        """Return the additional words in the command of that side's server; an option and its value are two
+        words, with hyphens in its name."""
         text, given = self.engine_args, "--engine-args"
         if side == BASELINE and self.baseline_engine_args is not None:
             text, given = self.baseline_engine_args, "--baseline-engine-args"
@@ -96,9 +98,9 @@ class Placement:
         return [part for word in words for part in _option_and_value(word)]
 
     def groups(self, sides: int, first: int = 0) -> list[tuple[int, ...]]:
-        """The GPUs of each of `sides` servers: a group each, or one group for all.
+        """Return the GPUs of each of `sides` servers: a group each, or one group for all.
 
-        first: the only GPU if none are named UserError for a number of GPUs that is neither.
+        Any other number of named GPUs raises UserError. first: the only GPU if none are named
         """
         devices = self.devices or tuple(range(first, first + self.gpus))
         if len(devices) == self.gpus:
@@ -111,14 +113,16 @@ class Placement:
         )
 
     def for_servers(self, sides: int) -> "Placement":
-        """The placement with only as many GPUs as `sides` servers can use: the first of the named ones."""
+        """Return the placement with only as many GPUs as `sides` servers can use: the first of the named
+        GPUs.
+        """
         for wanted in (self.gpus * sides, self.gpus):
             if self.devices is not None and len(self.devices) >= wanted:
                 return replace(self, devices=self.devices[:wanted])
         return self
 
     def asked_for(self) -> dict[str, OptionValue]:
-        """The options that differ from the defaults, by name."""
+        """Return the options that differ from the defaults, by name."""
         return {
             field.name: value
             for field in fields(self)
@@ -127,7 +131,7 @@ class Placement:
 
 
 def _option_and_value(word: str) -> list[str]:
-    """Splits `--a_b=c` into `--a-b`, `c`, which means the same to vLLM."""
+    """Split `--a_b=c` into `--a-b`, `c`, which means the same to vLLM."""
     if not word.startswith("--"):
         return [word]
     name, *value = word.split("=", 1)
@@ -139,7 +143,9 @@ PLACEMENT = frozenset(field.name for field in fields(Placement))
 
 
 def only_these(devices: Sequence[int]) -> dict[str, str]:
-    """The environment of a process that sees these GPUs alone, by the numbers that this process knows."""
+    """Return the environment of a process that sees these GPUs alone, by the numbers that this process
+    knows.
+    """
     visible = os.environ.get(VISIBLE)
     names = visible.split(",") if visible else None
     chosen = [names[device].strip() if names and device < len(names) else str(device) for device in devices]

@@ -7,7 +7,7 @@ import psutil
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident bytes of one process; None if it has ended, or if this is not Linux."""
+    """Return the resident bytes of one process; None if it has ended, or if this is not Linux."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
     except (OSError, IndexError):
@@ -16,9 +16,9 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def resident_bytes_of_tree(pid: int) -> int | None:
-    """Resident bytes of a process and all its descendants; None if it has ended.
+    """Return the resident bytes of a process and all its descendants; None if it has ended.
 
-    Pages that two of them share count twice: these figures are compared with each other, and not with the
+    Pages that two processes share count twice: these figures are compared with each other, and not with the
     machine's memory.
     """
     own = resident_bytes(pid)

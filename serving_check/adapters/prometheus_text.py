@@ -1,7 +1,7 @@
-"""Reading Prometheus' text format. Not for the names of a server's series: `series.py`.
+"""Reading Prometheus' text format. The names of a server's series are in `series.py`.
 
-It is read many times a second during the measured load: prometheus_client's parser takes 5 ms, this one 0.03
-ms.
+The text is read many times a second during the measured load: prometheus_client's parser takes 5 ms, this one
+0.03 ms.
 """
 
 import re
@@ -13,7 +13,9 @@ _ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Sample name with its labels as written (`vllm:num_requests_running{model_name="m"}`) to its value."""
+    """Map each sample's name with its labels as written (`vllm:num_requests_running{model_name="m"}`) to its
+    value.
+    """
     samples = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -26,7 +28,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def total(samples: Mapping[str, float], metric: str | None) -> float | None:
-    """The sum of `metric` over all its label sets; None if it is absent, or has no name.
+    """Return the sum of `metric` over all its label sets; None if it is absent, or has no name.
 
     A counter may be asked for with or without its `_total` ending.
     """
@@ -38,7 +40,7 @@ def total(samples: Mapping[str, float], metric: str | None) -> float | None:
 
 
 def labels_of(sample: str) -> dict[str, str]:
-    """The labels in a sample's name, as they were before they were escaped."""
+    """Return the labels in a sample's name, as they were before they were escaped."""
     return {
         name: _ESCAPED.sub(lambda match: _ESCAPES.get(match[0], match[0]), value)
         for name, value in _LABEL.findall(sample)
@@ -46,12 +48,12 @@ def labels_of(sample: str) -> dict[str, str]:
 
 
 def labelled(samples: Mapping[str, float], metric: str | None) -> list[tuple[dict[str, str], float]]:
-    """Every sample of `metric` with its labels."""
+    """Yield every sample of `metric` with its labels."""
     return [(labels_of(name), value) for name, value in samples.items() if name.partition("{")[0] == metric]
 
 
 def by_label(samples: Mapping[str, float], metric: str | None, label: str) -> dict[str, float]:
-    """`metric` summed by the value of one label."""
+    """Sum `metric` by the value of one label."""
     sums: dict[str, float] = {}
     for labels, value in labelled(samples, metric):
         if (key := labels.get(label)) is not None:

@@ -1,4 +1,4 @@
-"""The one line a server prints when it serves; how a parent learns the port that the server chose."""
+"""The one line a server prints when it serves, by which a parent learns the port that the server chose."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ def ready_line(model: str, base_url: str) -> str:
 
 
 def find_base_url(log: Path) -> str | None:
-    """The URL in the ready line of `log`; None until there is one."""
+    """Return the URL in the ready line of `log`; None until there is one."""
     try:
         match = _READY.search(log.read_text(errors="replace"))
     except OSError:

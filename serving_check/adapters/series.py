@@ -1,6 +1,6 @@
 """Our names for servers' figures, and the Prometheus series of each engine.
 
-Not for reading them (`prometheus_text.py`) nor for judging (`..checks`).
+`prometheus_text.py` reads the figures, and `..checks` judge them.
 """
 
 from dataclasses import dataclass

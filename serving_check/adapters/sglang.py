@@ -1,6 +1,6 @@
 """SGLang as an engine to validate on: `sglang serve`.
 
-This file follows SGLang's documentation (server arguments, production metrics); SGLang was not run.
+The file follows SGLang's documentation (server arguments, production metrics); SGLang was not run.
 """
 
 import functools
@@ -60,9 +60,9 @@ TELEMETRY = Telemetry(SERIES, renewal_s=30.0, log=READER)
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
-    """`sglang serve` without prefix caching, which would make repeated prompts look fast.
+    """Starts `sglang serve` without prefix caching, which would make repeated prompts look fast.
 
-    Its KV pool is given in tokens, so that it takes no more of the GPU than the load needs.
+    The server's KV pool is given in tokens, so that it takes no more of the GPU than the load needs.
     """
     options, placement = job.options, job.placement
     words = ["--disable-radix-cache", "--enable-metrics"]

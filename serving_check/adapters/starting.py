@@ -1,6 +1,6 @@
 """Starts servers while something else is done, and stops them in any case.
 
-How one server is started is its own affair (`Server.start`); here are only the threads that wait for it.
+`Server.start` starts one server; this file has only the threads that wait for servers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[], list[Endpoint]]]:
-    """Start `servers` in the background; yields a function that waits until all serve and returns their
+    """Start `servers` in the background; yield a function that waits until all serve and returns their
     endpoints.
 
     That function raises the error of the first server that failed. At the end all servers are stopped, also
     those that are still starting.
 
-    together: start them all at once rather than one after the other
+    together: start all servers at once rather than one after the other
     """
     with ThreadPoolExecutor(len(servers) if together else 1) as threads:
         starts = [threads.submit(server.start) for server in servers]
@@ -50,7 +50,9 @@ def _endpoints(starts: Sequence[Future[Endpoint]]) -> list[Endpoint]:
 
 
 def _stop(server: Server, start: Future[Endpoint]) -> None:
-    """Stop a server. It may be about to start its process, so it is stopped again when `start` has ended."""
+    """Stop a server. The server may be about to start its process, so it is stopped again when `start` has
+    ended.
+    """
     server.stop()
     while not wait([start], POLL_SECONDS).done:
         server.stop()

@@ -1,6 +1,6 @@
 """An engine started as a process of our own: its log, its readiness, its end, and never an orphan.
 
-Not for a particular engine: each engine's file gives the command.
+Each engine's file gives the command of its engine.
 """
 
 import functools
@@ -38,8 +38,7 @@ CLICK_ERROR = "Error: "
 
 @dataclass(frozen=True)
 class LogReader:
-    """Functions that read facts from an engine's log; an engine leaves out those that its log does not
-    tell."""
+    """Functions that read facts from an engine's log; an engine leaves out what its log does not tell."""
 
     stage: Callable[[str], str | None] = lambda log: None
     """The stage that the start has reached."""
@@ -101,8 +100,8 @@ class SubprocessEndpoint:
         self._stop_pipe: IO[bytes] | None = None
 
     def start(self) -> Endpoint:
-        """Start the command and wait until it serves. UserError with the end of the log if the process ends
-        first."""
+        """Start the command and wait until it serves. A process that ends first raises UserError with the end
+        of the log."""
         if self._process is not None:
             raise RuntimeError(f"{self.name} is already started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +138,9 @@ class SubprocessEndpoint:
 
     @property
     def keeps_address(self) -> bool:
-        """Whether its endpoint is still valid after a restart: its command can be given the port."""
+        """Say whether the server's endpoint is still valid after a restart: its command can be given the
+        port.
+        """
         return self.base_url is not None or PORT_OPTION in self.command
 
     def restart(self) -> None:
@@ -153,7 +154,9 @@ class SubprocessEndpoint:
         self.start()
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after `stop_timeout`, for the whole process group; safe to call twice."""
+        """Send SIGTERM, then SIGKILL after `stop_timeout`, to the whole process group; calling this twice is
+        safe.
+        """
         process, self._process = self._process, None
         if process is None:
             return
@@ -169,19 +172,20 @@ class SubprocessEndpoint:
         return self._process is not None and self._process.poll() is None
 
     def resident_bytes(self) -> int | None:
-        """Resident bytes of all processes of the server; None while it is not running. Valid after a restart,
-        too."""
+        """Return the resident bytes of all processes of the server; None while it is not running. The
+        function stays valid after a restart, too."""
         return None if self._process is None else resident_bytes_of_tree(self._process.pid)
 
     def processes(self) -> list[int]:
-        """Ids of the server's processes, without the supervisor; empty while it is not running."""
+        """Return the ids of the server's processes, without the supervisor; empty while it is not running."""
         return [] if self._process is None else server_processes(self._process.pid, self.log)
 
     def why_gone(self) -> str | None:
-        """The reason why it ended, if that was the machine or a lack of memory rather than a request.
+        """Return the reason why the server ended, if that was the machine or a lack of memory rather than a
+        request.
 
-        None while it serves, and if there is no evidence. A server that no longer serves gets some time to
-        end.
+        The reason is None while the server serves, and if there is no evidence. A server that no longer
+        serves gets some time to end.
         """
         if self._process is None or (self.is_running() and self._serves()):
             return None
@@ -200,7 +204,9 @@ class SubprocessEndpoint:
         return base_url is not None and is_healthy(base_url)
 
     def log_tail(self) -> str:
-        """The last lines of the engine's log, for an error message; only its own error if it gave one."""
+        """Return the last lines of the engine's log, for an error message; only the engine's own error if it
+        gave one.
+        """
         lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
         errors = [index for index, line in enumerate(lines) if line.startswith(CLICK_ERROR)]
         if errors:
@@ -220,7 +226,7 @@ class SubprocessEndpoint:
         return f". Its last words (all in {self.log}):\n{self.log_tail()}"
 
     def _last_line(self) -> str:
-        """The last line in the log of a server that neither serves nor ends."""
+        """Return the last line in the log of a server that neither serves nor ends."""
         said = [line.strip() for line in self._log_text().splitlines() if line.strip()]
         return f"it last said {said[-1][-LAST_LINE_CHARS:]!r}" if said else "it has said nothing"
 

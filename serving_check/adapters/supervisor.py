@@ -1,8 +1,8 @@
 """Runs a command in its own process group and ends the whole group when standard input closes.
 
-The parent holds the other end of that pipe, so the group ends when the parent closes it, and also when the
-parent is killed. Started by file path with the standard library alone: `supervisor.py GRACE_SECONDS
-COMMAND...`.
+The parent holds the other end of standard input's pipe, so the group ends when the parent closes it, and also
+when the parent is killed. The script is started by file path with the standard library alone: `supervisor.py
+GRACE_SECONDS COMMAND...`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def main(grace_seconds: float, command: list[str]) -> int:
 
 
 def end_group(group: int) -> None:
-    """SIGKILL all processes left in the group: an engine's workers outlive a crashed engine."""
+    """Send SIGKILL to all processes left in the group: an engine's workers outlive a crashed engine."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
         time.sleep(0.02)

@@ -7,7 +7,9 @@ from .subprocess_endpoint import SubprocessEndpoint
 
 
 class TakingTurns:
-    """Ends the running server before it starts another; each keeps its address. Call `stop` at the end."""
+    """The running server is ended before another is started; each server keeps its address. Call `stop` at
+    the end.
+    """
 
     def __init__(self, servers: Mapping[str, SubprocessEndpoint]):
         self._servers = servers
@@ -15,7 +17,9 @@ class TakingTurns:
         self.up: str | None = None
 
     def take(self, side: str) -> Endpoint:
-        """The endpoint of that side's server, which is now up. UserError if it does not start."""
+        """Return the endpoint of that side's server, which is now up. A server that does not start raises
+        UserError.
+        """
         if self.up == side:
             return self._endpoints[side]
         self.stop()
@@ -27,7 +31,7 @@ class TakingTurns:
         return self._endpoints[side]
 
     def endpoint(self, side: str) -> Endpoint:
-        """The endpoint of a server that has run before."""
+        """Return the endpoint of a server that has run before."""
         return self._endpoints[side]
 
     def stop(self) -> None:

@@ -25,7 +25,7 @@ TELEMETRY = Telemetry(
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
-    """`vllm serve` without prefix caching, which would make repeated prompts look fast."""
+    """Starts `vllm serve` without prefix caching, which would make repeated prompts look fast."""
     options, placement = job.options, job.placement
     words = ["--no-enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
     if job.memory is not None:

@@ -1,6 +1,6 @@
 """Reads vLLM's log: the progress of a start, the reason of a failure, and compilations while it served.
 
-It knows the lines of vLLM 0.26; unknown lines are ignored.
+The lines are those of vLLM 0.26; unknown lines are ignored.
 """
 
 import functools
@@ -101,9 +101,10 @@ ending_of = functools.partial(first_failure, ENDINGS)
 
 
 def compilations_in(path: Path) -> Mapping[str, float]:
-    """The kernels compiled after warm-up according to the log at `path`, as series with labels.
+    """Return the kernels compiled after warm-up according to the log at `path`, as series with labels.
 
-    vLLM names each kernel once, however often it compiles it. Empty if its monitor is not on.
+    vLLM names each kernel once, however often it compiles it. The result is empty if vLLM's monitor is not
+    on.
     """
     try:
         log = path.read_text(errors="replace")

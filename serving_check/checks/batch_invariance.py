@@ -9,7 +9,7 @@ SHOWN = 90
 
 
 def check_batch_invariance(figures: CompanyFigures) -> CheckResult:
-    """Every token, its logprob and its alternatives must be the ones that the prompt got alone."""
+    """Every token, the token's logprob and its alternatives must be the ones that the prompt got alone."""
     bound = f"{figures.claim}: every token and logprob is the same alone and in a batch"
     answers = COMPANIES * figures.requests
     measured = f"{figures.differing} of {answers} answers differ, {figures.tokens} tokens compared"

@@ -1,6 +1,7 @@
 """Whether the served artifact still writes text: greedy, over HTTP, in a batch, compared with the baseline's.
 
-It catches faults that in-process figures cannot: a kernel that is wrong only when served, or only in a batch.
+The check catches faults that in-process figures cannot show: a kernel that is wrong only when served, or only
+in a batch.
 """
 
 import math
@@ -41,7 +42,7 @@ def continuations(
     tokenize: Callable[[str], Tokens],
     timeout: float = 600.0,
 ) -> list[Continuation]:
-    """Greedy continuations of all `prompts` at once, so that they decode as one batch.
+    """Return greedy continuations of all `prompts`, sent at once so that they decode as one batch.
 
     An empty text means a failed request.
     """
@@ -54,7 +55,7 @@ def continuations(
 
 
 def scored(texts: Sequence[Continuation], score: Scorer) -> tuple[ScoredText, ...]:
-    """Each text with its likelihood under the baseline, but without its prompt, which may not be
+    """Return each text with its likelihood under the baseline, but without its prompt, which may not be
     published.
     """
     return tuple(
@@ -120,7 +121,7 @@ def _nats(texts: Sequence[ScoredText]) -> float:
 
 
 def _variety(texts: Sequence[ScoredText]) -> float:
-    """The share of a text's tokens that are distinct, mean over the texts."""
+    """Return the share of a text's tokens that are distinct, mean over the texts."""
     return fmean(len(set(text.tokens)) / len(text.tokens) for text in texts)
 
 

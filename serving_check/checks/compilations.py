@@ -1,4 +1,4 @@
-"""Whether anything was compiled or captured while requests were served, which pauses some of them.
+"""Whether anything was compiled or captured while requests were served, which makes some requests pause.
 
 The server's own monitor counts compilations; from outside such a pause looks like any other.
 """
@@ -20,7 +20,9 @@ Compilations = Mapping[str, int]
 
 
 def compilations(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> Compilations | None:
-    """The kernels compiled since warm-up, according to `/metrics`; None if the server does not count."""
+    """Return the kernels compiled since warm-up, according to `/metrics`; None if the server does not
+    count.
+    """
     counted = labelled(samples, series.compilations)
     if not counted:
         return None

@@ -1,6 +1,6 @@
 """Which linear layer makes an artifact slow at an M, and which layout would have been fast enough.
 
-Reads the chooser's measurements (`layouts/choosing/plan.py`); measures nothing itself.
+The chooser's measurements are read (`layouts/choosing/plan.py`); nothing is measured here.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,8 @@ SLOW_WRITE = 2.0
 
 
 def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) -> str:
-    """Blame the shape that loses the most time against the unquantized product at M; name all that lose.
+    """Blame the shape that loses the most time against the unquantized product at M; name all shapes that
+    lose.
 
     used: module name to the layout it was served in, which need not be the plan's own choice.
     """
@@ -55,7 +56,9 @@ def diagnose(plan: LayoutPlan, used: Mapping[str, str], m: int, floor: float) ->
 
 
 def kv_sentence(timed: KVMeasurement | None) -> str:
-    """The time to store and attend in the artifact's KV format; empty if it is no slower than unquantized."""
+    """Return the time to store and attend in the artifact's KV format; empty if it is no slower than
+    unquantized.
+    """
     if timed is None or timed.ratio >= 1:
         return ""
     return (
@@ -68,7 +71,9 @@ def kv_sentence(timed: KVMeasurement | None) -> str:
 
 
 def _writing(timed: KVMeasurement) -> str:
-    """A sentence that says so if most of the time is lost on writing full pages; otherwise empty."""
+    """Return a sentence that says so if most of the time is lost on writing full pages; otherwise an empty
+    text.
+    """
     plain, full = timed.plain_microseconds, timed.full_page_microseconds
     if not plain or not full or timed.writing_share < MOST or full < SLOW_WRITE * plain:
         return ""
@@ -80,7 +85,9 @@ def _writing(timed: KVMeasurement) -> str:
 
 
 def _at(choice: ShapeChoice, layout: str, m: int) -> Measurement | None:
-    """The measurement of `layout` at the smallest measured M of at least `m`, or at the largest there is."""
+    """Return the measurement of `layout` at the smallest measured M of at least `m`, or at the largest
+    measured M.
+    """
     curve = choice.curve(layout)
     return next((measurement for measured, measurement in curve.items() if measured >= m), None) or next(
         reversed(curve.values()), None
@@ -88,7 +95,7 @@ def _at(choice: ShapeChoice, layout: str, m: int) -> Measurement | None:
 
 
 def _advice(choice: ShapeChoice, slow: Measurement, floor: float) -> str:
-    """A sentence about the fastest other layout that reaches the floor at every M, if there is one."""
+    """Return a sentence about the fastest other layout that reaches the floor at every M, if there is one."""
     others = [layout for layout in choice.measured_layouts if layout != slow.layout]
     if not others:
         return "No other layout serves this shape here; `pipeline doctor` says what could be installed."

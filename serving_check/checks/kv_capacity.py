@@ -16,13 +16,13 @@ FULL = 0.9
 
 
 def kv_cache_tokens(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
-    """How many tokens a server's KV cache holds, as its `/metrics` say; None if they do not."""
+    """Return how many tokens a server's KV cache holds, as its `/metrics` say; None if they do not say."""
     pool = _pages(samples, series)
     return None if pool is None else pool[0] * pool[1]
 
 
 def request_memory(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> RequestMemory | None:
-    """What a server keeps of each request, as its `/metrics` say; None if they do not."""
+    """Return what a server keeps of each request, as its `/metrics` say; None if they do not say."""
     pool, kept = _pages(samples, series), by_label(samples, series.request_bytes, "kept")
     if pool is None or not kept:
         return None
@@ -35,7 +35,7 @@ def request_memory(samples: dict[str, float], series: Series = SCALEGATE_SERIES)
 
 
 def _pages(samples: dict[str, float], series: Series) -> tuple[int, int] | None:
-    """The number of pages of a server's KV cache, and the tokens in a page."""
+    """Return the number of pages of a server's KV cache, and the tokens in a page."""
     for labels, _ in labelled(samples, series.cache_config):
         pages, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
         if pages.isdigit() and size.isdigit():
@@ -48,7 +48,7 @@ def needed_tokens(workload: WorkloadSettings) -> int:
 
 
 def require_capacity(name: str, capacity: int | None, workload: WorkloadSettings) -> None:
-    """Refuse a workload that cannot fit, before any of it is sent."""
+    """Refuse a workload that cannot fit, before any of its requests is sent."""
     if capacity is not None and needed_tokens(workload) > capacity:
         raise UserError(
             f"M={max(workload.ms)} requests of {workload.input_len} + {workload.output_len} tokens need "
@@ -65,9 +65,10 @@ def check_kv_capacity(
     share: float = 0.0,
     memory: RequestMemory | None = None,
 ) -> CheckResult:
-    """No preemption at any M, and as many requests running as the server has room for by its own figures.
+    """Pass if nothing was preempted at any M, and as many requests ran as the server has room for by its own
+    figures.
 
-    Inconclusive if the server does not count preemptions.
+    The check is inconclusive if the server does not count preemptions.
 
     limit: the most requests that the server runs together; None if it does not say
     share: the share of M, or of the requests that ran on the baseline if they were fewer, that must be
@@ -112,7 +113,7 @@ def check_kv_capacity(
 
 
 def _held(capacity: int | None, limit: int | None, memory: RequestMemory | None) -> str:
-    """`holds 4096 tokens`, or the states of how many requests, or both."""
+    """Return `holds 4096 tokens`, or the states of how many requests, or both."""
     held = [] if capacity is None else [f"{capacity} tokens"]
     if memory is not None and memory.states and limit is not None:
         states = f"the states of {limit} requests, {memory.state_bytes / 1e6:.2f} MB each"
@@ -123,8 +124,8 @@ def _held(capacity: int | None, limit: int | None, memory: RequestMemory | None)
 def _breaks_promise(
     point: CurvePoint, workload: WorkloadSettings, capacity: int | None, limit: int | None, share: float
 ) -> bool:
-    """Whether some requests were queued although all M fit, by the server's own figures, and the baseline ran
-    more."""
+    """Say whether some requests were queued although all M fit, by the server's own figures, and the baseline
+    ran more."""
     if capacity is None or limit is None or limit < point.m:
         return False
     holds = capacity // (workload.input_len + workload.output_len) >= point.m

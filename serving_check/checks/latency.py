@@ -33,10 +33,10 @@ class _Ratio:
 
 
 def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
-    """The slowest requests' TPOT, TTFT and time between tokens, artifact over baseline, at every M.
+    """Judge the slowest requests' TPOT, TTFT and time between tokens, artifact over baseline, at every M.
 
     The bounds have slack, so an estimate within its bound passes. A fail needs the lower confidence limit
-    above the bound; an estimate above it that could be chance is inconclusive.
+    above the bound; an estimate above the bound that could be chance is inconclusive.
     """
     ratios = _ratios(measured, bounds)
     slow = [ratio for ratio in ratios if ratio.value > ratio.bound]
@@ -64,7 +64,9 @@ def check_latency(measured: Sequence[MeasuredM], bounds: Bounds) -> CheckResult:
 
 
 def _ratios(measured: Sequence[MeasuredM], bounds: Bounds) -> list[_Ratio]:
-    """The ratios that exist: a single output token has no TPOT, an unfinished block has no figure at all."""
+    """Return the ratios that exist: a single output token has no TPOT, an unfinished block has no figure at
+    all.
+    """
     error = ERROR / max(1, len(measured))
     ratios = []
     for level in measured:
@@ -119,7 +121,7 @@ def _ttft_cause(level: MeasuredM) -> str:
 
 
 def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -> str:
-    """The cause of a slow TPOT, from the other requests and the other Ms."""
+    """Return the cause of a slow TPOT, from the other requests and the other Ms."""
     typical = _typical_ratio(level)
     if typical is not None and typical <= bound:
         return (
@@ -143,7 +145,7 @@ def _tpot_cause(level: MeasuredM, measured: Sequence[MeasuredM], bound: float) -
 
 
 def _typical_ratio(level: MeasuredM) -> float | None:
-    """The TPOT of the median request, artifact over baseline."""
+    """Return the TPOT of the median request, artifact over baseline."""
     logs = level.log_ratios(lambda repeat: percentile(list(repeat.tpots), 50))
     return math.exp(sum(logs) / len(logs)) if logs else None
 

@@ -19,7 +19,7 @@ SHOWN = 3
 
 
 def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> PackedLayers:
-    """The layers that a server has packed, as its `/metrics` say."""
+    """Return the layers that a server has packed, as its `/metrics` say."""
     said = labelled(samples, series.packed_layers)
     if not said:
         return None
@@ -27,13 +27,13 @@ def packed_layers(samples: Mapping[str, float], series: Series = SCALEGATE_SERIE
 
 
 def packed_on(samples: Mapping[str, float], series: Series = SCALEGATE_SERIES) -> str | None:
-    """The model of device that a server packed its layers for, if it says so."""
+    """Return the model of device that a server packed its layers for, if it says so."""
     return next((labels.get("device") or None for labels, _ in labelled(samples, series.packed_layers)), None)
 
 
 def weights_in(packed: Mapping[str, int]) -> int:
-    """The number of weights in packed layers: it does not depend on how layers are merged or where they are
-    packed.
+    """Return the number of weights in packed layers: the number does not depend on how layers are merged or
+    where they are packed.
     """
     return sum(
         count * math.prod(map(int, re.findall(r"\d+", name.split()[1]))) for name, count in packed.items()

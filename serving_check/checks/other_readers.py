@@ -20,7 +20,7 @@ Where logits spread over 4 nats, these then differ by 0.2 nats, and half the squ
 
 
 def check_other_readers(figures: ReaderFigures | None) -> CheckResult:
-    """Fail if a file is read otherwise elsewhere, by its own words or by another reader's logits."""
+    """Fail if a file is read otherwise elsewhere, by the file's own words or by another reader's logits."""
     bound = f"nothing read otherwise, mean KL at most {MAX_MEAN_KL:g}"
     if figures is None:
         return CheckResult(

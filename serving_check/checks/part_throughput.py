@@ -1,8 +1,8 @@
 """Throughput of decoding alone, and of prompts alone, artifact over baseline.
 
-If parts were not judged separately, one that is fast or takes most of the time would hide that the other is
-slow. `curve.py` decides, and `evidence/parts.py` selects the parts and Ms to judge; this file puts the
-decisions into words.
+If parts were not judged separately, a part that is fast or takes most of the time would hide that the other
+part is slow. `curve.py` decides, and `evidence/parts.py` selects the parts and Ms to judge; this file puts
+the decisions into words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ def _status(points: Points) -> Status:
 
 
 def _lowest(points: Points) -> str:
-    """The lowest ratio as text: `lowest 0.950 [0.940, 0.960] at M=8`."""
+    """Return the lowest ratio as text: `lowest 0.950 [0.940, 0.960] at M=8`."""
     if not points:
         return "nothing"
     m, point = min(points, key=lambda entry: entry[1].ratio or 0.0)
@@ -89,7 +89,7 @@ def _ratio(point: PartPoint) -> str:
 
 
 def _unseen(points: Points) -> str:
-    """A sentence on the Ms at which no decoding was seen; empty if there is none."""
+    """Return a sentence on the Ms at which no decoding was seen; empty if there is none."""
     ms = [
         str(m)
         for m, point in points
@@ -104,7 +104,7 @@ def _unseen(points: Points) -> str:
 
 
 def _undecided(points: Points) -> str:
-    """A sentence on undecided Ms; empty if there is none."""
+    """Return a sentence on undecided Ms; empty if there is none."""
     if not points:
         return "no block of repeats was finished"
     open_points = [f"M={m} ({_ratio(point)})" for m, point in points if point.status == "inconclusive"]

@@ -2,8 +2,8 @@
 
 The bounds leave a sound 4-bit artifact a small margin. The bounds on the tail catch faults that a mean hides:
 a few tokens, or a few packed words, that are wrong while everything else is right. The bound on the mean
-holds for each domain too: a kind of text that is far off is not excused by the others. A text given by the
-user is held to all bounds by itself.
+holds for each domain too: a kind of text that is far off is not excused by the other kinds. A text given by
+the user is held to all bounds by itself.
 """
 
 import math
@@ -70,7 +70,8 @@ def check_quality(
     given: Comparison | None = None,
     foreign: Mapping[str, float] = MappingProxyType({}),
 ) -> CheckResult:
-    """Mean, 99.9th percentile and maximum of KL, extra nats per token, top-1 agreement, each in its bound.
+    """Judge mean, 99.9th percentile and maximum of KL, extra nats per token and top-1 agreement, each in its
+    bound.
 
     The check fails if a figure's whole interval is beyond its bound, and is inconclusive if only the estimate
     is.
@@ -174,7 +175,7 @@ def _measured(usual: Sequence[_Figure], domains: Sequence[_Figure], besides: Seq
 
 
 def _advice(bad: Sequence[_Figure], worst_modules: Sequence[str]) -> str:
-    """The likely cause of these figures, and a remedy."""
+    """Return the likely cause of these figures, and a remedy."""
     if any(
         text.mean_kl > BEYOND_ROUNDING_KL
         or text.top1_agreement < BEYOND_ROUNDING_AGREEMENT

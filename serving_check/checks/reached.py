@@ -1,7 +1,7 @@
 """Whether M requests really decoded together, rather than some of them while the rest were queued.
 
 If prompts are long and answers short, the first requests end before the last one decodes, on any server. So
-the number that ran on the baseline replaces M if it is smaller.
+the number of requests that ran on the baseline replaces M if it is smaller.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,17 @@ prompts, `pipeline/validation/servers.py` refuses a workload if less than this s
 
 
 def most_running(samples: dict[str, float], series: Series = SCALEGATE_SERIES) -> int | None:
-    """How many requests a server runs together at most, as its `/metrics` say; None if they do not."""
+    """Return how many requests a server runs together at most, as its `/metrics` say; None if they do not
+    say.
+    """
     limit = total(samples, series.max_num_seqs)
     return None if limit is None else int(limit)
 
 
 def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None = None) -> CheckResult:
     """Fail if the average output token of the artifact saw fewer than `share` of M requests running, or of
-    the requests that ran on the baseline if they were fewer. Inconclusive if the baseline ran less than half
-    of M.
+    the requests that ran on the baseline if they were fewer. The check is inconclusive if the baseline ran
+    less than half of M.
 
     limit: the server's own limit on running requests, if known
     """
@@ -48,15 +50,17 @@ def check_reached(curve: Sequence[CurvePoint], share: float, limit: int | None =
 
 
 def reachable(point: CurvePoint) -> float:
-    """The number of requests that this workload lets decode together at M: as many as on the baseline, M at
-    most.
+    """Return the number of requests that this workload lets decode together at M: as many as on the baseline,
+    M at most.
     """
     baseline = point.baseline.running_mean
     return point.m if baseline is None else min(point.m, baseline)
 
 
 def _share(point: CurvePoint, limit: int | None) -> float:
-    """The share of the requests that could decode together; of M, if the server's own limit is below it."""
+    """Return the share of the requests that could decode together; of M, if the server's own limit is below
+    it.
+    """
     expected = point.m if limit is not None and limit < point.m else reachable(point)
     return (point.artifact.running_mean or 0.0) / max(expected, 1.0)
 
@@ -82,13 +86,15 @@ def _reason(
 
 
 def _beside(point: CurvePoint, share: float) -> str:
-    """A sentence on the requests that ran on the baseline at M, if they were too few; otherwise empty."""
+    """Return a sentence on the requests that ran on the baseline at M, if they were too few; otherwise
+    empty.
+    """
     ran = reachable(point)
     return f" (the baseline ran {ran:.3g} of M={point.m} as well)" if ran < share * point.m else ""
 
 
 def _glance(m: int, side: ServingFigures) -> str:
-    """One side's figures at one M as text: `M=82: 22 running, 60 waiting, KV 3% used`."""
+    """Return one side's figures at one M as text: `M=82: 22 running, 60 waiting, KV 3% used`."""
     running = f"{side.running_mean or 0.0:.3g} running"
     # A short repeat may end between two looks at the queue; the server's own mean is over every step.
     queued = [value for value in (side.waiting_max, side.waiting_mean) if value is not None]

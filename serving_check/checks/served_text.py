@@ -33,13 +33,13 @@ SHOWN_CHARACTERS = 40
 def text_score(
     m: int, artifact_gaps: Sequence[float], baseline_gaps: Sequence[float], text: str
 ) -> TextScore:
-    """gaps: for each token, by how many nats it lies below the best one"""
+    """gaps: for each token, by how many nats it lies below the best token"""
     off, baseline_off = tokens_off(artifact_gaps), tokens_off(baseline_gaps)
     return TextScore(m, len(artifact_gaps), off, baseline_off, text[:SHOWN_CHARACTERS])
 
 
 def tokens_off(gaps: Sequence[float]) -> int:
-    """How many tokens lie too far below the best one to be explained by rounding; NaN counts."""
+    """Return how many tokens lie too far below the best one to be explained by rounding; NaN counts."""
     return sum(not gap <= LOGIT_TOLERANCE for gap in gaps)
 
 
@@ -101,7 +101,7 @@ def _changed(artifact: Mapping[int, AnswerFigures]) -> list[str]:
 
 
 def _wrong(scores: Sequence[TextScore], foreign: Sequence[TextScore], off: int, tokens: int) -> str:
-    """The fault and its likely cause: all texts are wrong, or only those of some batch sizes."""
+    """Return the fault and its likely cause: all texts are wrong, or only texts of some batch sizes."""
     by_m = {m: sum(score.m == m for score in foreign) for m in sorted({score.m for score in foreign})}
     where = ", ".join(f"{count} of {_texts(scores, m)} at M={m}" for m, count in by_m.items())
     shown = "; ".join(repr(score.beginning) for score in foreign[:SHOWN])

@@ -2,7 +2,7 @@
 
 A repeat has stalled if no stream moved for far longer than in a typical repeat of the baseline. The machine
 is shared, so the artifact's stalls are compared with the baseline's in the same minutes. If doubt remains,
-both are served at the same time for a while: if the machine stops, both stall.
+both servers serve at the same time for a while: if the machine stops, both stall.
 """
 
 import math
@@ -52,7 +52,7 @@ def check_stalls(
     """Fail if the artifact's server stalls more often than chance on a shared machine explains.
 
     together: blocks whose repeats ran on both servers at once; None if there was no doubt
-    in_use: blocks of a load as in use. All their stalls count; of a repeat, only the longest counts
+    in_use: blocks of a load as in use. All their stalls count; of a repeat, only the longest stall counts
     """
     bound = "no more stalls than the baseline has, beyond chance"
     both = _measured_on_both(measured)
@@ -91,7 +91,7 @@ def check_stalls(
 
 
 def surely_stalls(measured: Sequence[MeasuredM], bounds: Bounds) -> bool:
-    """Whether the stalls already decide, so that no more repeats are needed."""
+    """Say whether the stalls already decide, so that no more repeats are needed."""
     chance = check_stalls(measured, bounds).figures.get("chance")
     return isinstance(chance, float) and chance <= CERTAIN
 
@@ -99,8 +99,8 @@ def surely_stalls(measured: Sequence[MeasuredM], bounds: Bounds) -> bool:
 def m_in_doubt(
     measured: Sequence[MeasuredM], bounds: Bounds, in_use: Sequence[BlockInUse] = ()
 ) -> int | None:
-    """The M of the artifact's longest stall, if it stalled more often than the baseline but not often enough
-    to fail; else None. For stalls in use alone it is the largest M."""
+    """Return the M of the artifact's longest stall, if it stalled more often than the baseline but not often
+    enough to fail; else None. For stalls in use alone the result is the largest M."""
     both = _measured_on_both(measured)
     if check_stalls(both, bounds, in_use=in_use).status == "fail":
         return None
@@ -112,19 +112,19 @@ def m_in_doubt(
 
 
 def m_to_watch(measured: Sequence[MeasuredM]) -> int | None:
-    """The largest M that both sides served; None if there is none."""
+    """Return the largest M that both sides served; None if there is none."""
     return max((level.m for level in _measured_on_both(measured)), default=None)
 
 
 def _measured_on_both(measured: Sequence[MeasuredM]) -> list[MeasuredM]:
-    """The levels at which both sides have repeats: measuring may have ended before the largest M."""
+    """Return the levels at which both sides have repeats: measuring may have ended before the largest M."""
     return [level for level in measured if level.artifact and level.baseline]
 
 
 def _all_stalls(
     measured: Sequence[MeasuredM], bounds: Bounds, in_use: Sequence[BlockInUse]
 ) -> tuple[list[Stall], int]:
-    """The artifact's stalls, and the number of the baseline's stalls."""
+    """Return the artifact's stalls, and the number of the baseline's stalls."""
     both = _measured_on_both(measured)
     ours = [stall for level in both for stall in _stalls(level, level.artifact, measured, bounds)]
     theirs = sum(1 for level in both for _ in _stalls(level, level.baseline, measured, bounds))
@@ -150,7 +150,7 @@ def _origin(measured: Sequence[MeasuredM]) -> float:
 def _stalls(
     level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
-    """The longest stall of each repeat that has any. All `repeats` belong to one side."""
+    """Return the longest stall of each repeat that has any stall. All `repeats` belong to one side."""
     origin, least = _origin(measured), _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):
@@ -158,7 +158,7 @@ def _stalls(
 
 
 def _stalls_alone(together: MeasuredM | None, bounds: Bounds) -> tuple[int, int]:
-    """The number of blocks in which only the artifact stalled, and in which only the baseline did; the
+    """Return the number of blocks in which only the artifact stalled, and in which only the baseline did; the
     repeats of a block ran at the same time.
     """
     alone = [0, 0]
@@ -181,7 +181,9 @@ def _longest_stall(repeat: Repeat, least: tuple[float, float]) -> Gap | None:
 
 
 def _least_stalls(level: MeasuredM, bounds: Bounds) -> tuple[float, float]:
-    """Seconds from which on a gap at this M is a stall: during prefill, and while all requests decode."""
+    """Return the seconds from which on a gap at this M is a stall: during prefill, and while all requests
+    decode.
+    """
     prefill, decoding = (
         median(gaps)
         for gaps in zip(

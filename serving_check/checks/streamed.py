@@ -69,7 +69,7 @@ def stream_of(figures: ServingFigures) -> Stream:
 
 
 def is_streamed(ours: Stream, theirs: Stream) -> bool:
-    """Whether answers arrive in parts; true if it is unknown."""
+    """Say whether answers arrive in parts; true if it is unknown."""
     if ours.share is None or theirs.share is None or theirs.share < LEAST_SHARE:
         return True
     if ours.tpot is not None and theirs.tpot is not None and ours.tpot >= LEAST_OF_BASELINE * theirs.tpot:

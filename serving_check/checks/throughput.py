@@ -59,7 +59,7 @@ def _name(point: CurvePoint) -> str:
 
 
 def _width(point: CurvePoint) -> float | None:
-    """The upper limit of the 95% interval divided by the lower one."""
+    """Return the upper limit of the 95% interval divided by the lower one."""
     return point.ratio_high / point.ratio_low if point.ratio_low and point.ratio_high else None
 
 
@@ -72,7 +72,7 @@ def _ratio(point: CurvePoint) -> str:
 
 
 def _limits(point: CurvePoint) -> str:
-    """The limits that the decision was made with."""
+    """Return the limits that the decision was made with."""
     high = "any" if point.decision_high is None else f"{point.decision_high:.3f}"
     return f"{point.decision_low or 0:.3f} to {high}"
 
@@ -120,7 +120,7 @@ def _reason(
 
 
 def _of_drawn(curve: Sequence[CurvePoint]) -> str:
-    """A sentence on the Ms drawn between the given ones, and how well they are known."""
+    """Return a sentence on the Ms drawn between the given ones, and how well they are known."""
     drawn = [point for point in curve if point.drawn]
     if not drawn:
         return ""
@@ -133,7 +133,7 @@ def _of_drawn(curve: Sequence[CurvePoint]) -> str:
 
 
 def _of_correlation(open_points: Sequence[CurvePoint], max_blocks: int, in_turns: bool) -> str:
-    """A sentence on a remedy against strong correlation; empty if there is none."""
+    """Return a sentence on a remedy against strong correlation; empty if there is none."""
     strongest = max(point.correlation for point in open_points)
     if strongest < STRONG:
         return ""
@@ -156,7 +156,7 @@ def _of_correlation(open_points: Sequence[CurvePoint], max_blocks: int, in_turns
 
 
 def _in_turns(blocks: int) -> tuple[str, str]:
-    """A sentence on the figures of servers that took turns, and how to measure more."""
+    """Return a sentence on the figures of servers that took turns, and how to measure more."""
     more = " or more repeats (--max-blocks)" if blocks < TURN_LOOKS[-1] * GROUP else ""
     return (
         f"{blocks // GROUP} groups of {GROUP} blocks, each on restarted servers",
@@ -165,7 +165,7 @@ def _in_turns(blocks: int) -> tuple[str, str]:
 
 
 def _obstacle(point: CurvePoint, floor: float) -> str:
-    """The reason why it was not decided, if that is more than noise near the floor."""
+    """Return the reason why it was not decided, if that is more than noise near the floor."""
     if point.correlation >= STRONG:
         return f", consecutive blocks are correlated, up to {point.correlation:.2f}"
     return ", interval too wide" if (point.decision_low or 0.0) >= floor else ""

@@ -1,9 +1,9 @@
 """Whether the servers leave one another alone: a server that computes while it is idle slows the other one.
 
-Each is measured with the other one stopped. The comparison decides nothing if the servers disturb each other:
-if the ratio of throughput is then surely another one, or, on a CPU, if an idle server takes the other's time.
-It decides nothing either if the servers may run on different cores. CPU time of other processes is reported
-and decides nothing: repeats of both sides take turns, and intervals get wider.
+Each server is measured with the other one stopped. The comparison decides nothing if the servers disturb each
+other: if the ratio of throughput is then surely another one, or, on a CPU, if an idle server takes the other
+server's time. The comparison decides nothing either if the servers may run on different cores. CPU time of
+other processes is reported and decides nothing: repeats of both sides take turns, and intervals get wider.
 """
 
 import math
@@ -28,7 +28,7 @@ computes on all cores loses at most this share of its throughput; larger losses 
 
 @dataclass(frozen=True)
 class _Difference:
-    """The difference of the log throughput ratio, side by side, from the ratio of servers alone."""
+    """Return the difference of the log throughput ratio, side by side, from the ratio of servers alone."""
 
     centre: float
     low: float
@@ -36,7 +36,7 @@ class _Difference:
 
 
 def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM]) -> CheckResult:
-    """Inconclusive if a server surely disturbs the other; unknown if they could not be stopped."""
+    """Inconclusive if a server surely disturbs the other; unknown if the servers could not be stopped."""
     bound = f"a ratio of throughput within {LEAST_DIFFERENCE:.0%} of that with the other server stopped"
     if alone is not None and alone.on_cpu:
         bound = f"at most {LEAST_CPU:.0%} of the CPU taken while idle"
@@ -79,7 +79,9 @@ def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM])
 
 
 def _difference(beside: Sequence[float], alone: Sequence[float]) -> _Difference | None:
-    """Student's limits for two samples of equal variance; None with fewer than two values of either."""
+    """Return Student's limits for two samples of equal variance; None with fewer than two values of
+    either.
+    """
     if min(len(beside), len(alone)) < 2:
         return None
     samples = [winsorized(values) for values in (beside, alone)]
@@ -95,7 +97,7 @@ def _difference(beside: Sequence[float], alone: Sequence[float]) -> _Difference 
 
 
 def _idle_cpu(measured: Sequence[MeasuredM], cores: int, artifacts: bool) -> float | None:
-    """Share of the cores' time that a server took during the other's repeats.
+    """Return the share of the cores' time that a server took during the other's repeats.
 
     artifacts: the artifact's server, rather than the baseline's
     """
@@ -120,7 +122,7 @@ def stolen_cpu(repeat: Repeat) -> float | None:
 def _share(
     measured: Sequence[MeasuredM], cores: int, seconds_of: Callable[[Repeat], float | None]
 ) -> float | None:
-    """The share of the cores' time in all repeats; None if it is not known."""
+    """Return the share of the cores' time in all repeats; None if it is not known."""
     known = [
         (seconds, repeat.duration)
         for level in measured
@@ -132,7 +134,7 @@ def _share(
 
 
 def _neighbours(others: float | None, stolen: float | None) -> str:
-    """A sentence on other processes and other machines; empty if they took too little to matter."""
+    """Return a sentence on other processes and other machines; empty if they took too little to matter."""
     told = ""
     if others is not None and others > LEAST_CPU:
         told += f"; other processes took {others:.1%} of the CPU meanwhile"
@@ -142,7 +144,7 @@ def _neighbours(others: float | None, stolen: float | None) -> str:
 
 
 def _apart(alone: AloneFigures) -> str | None:
-    """Why the servers do not run in the same place, if they do not, on a CPU."""
+    """Return why the servers do not run in the same place, if they do not, on a CPU."""
     artifact, baseline = alone.artifact_cores, alone.baseline_cores
     if not alone.on_cpu or artifact is None or baseline is None or artifact.cores == baseline.cores:
         return None
@@ -163,10 +165,10 @@ def _listed(cores: Sequence[int]) -> str:
 def _who(
     difference: _Difference, of_artifact: float | None, of_baseline: float | None, on_cpu: bool
 ) -> str | None:
-    """Whose server disturbs the other one, if either surely does.
+    """Return whose server disturbs the other one, if either surely does.
 
-    On a CPU, the CPU time of idle servers shows it. A ratio that was measured a minute later need not be the
-    same there: others use these cores too.
+    On a CPU, the CPU time of idle servers shows a disturbance. A ratio that was measured a minute later need
+    not be the same on a CPU: other processes use these cores too.
     """
     if on_cpu and of_artifact is not None and of_baseline is not None:
         taken, least = of_artifact - of_baseline, LEAST_CPU

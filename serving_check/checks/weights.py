@@ -28,7 +28,7 @@ SHOWN = 3
 
 
 def check_weights(figures: WeightFigures | None) -> CheckResult:
-    """Unknown without figures: the baseline is quantized itself."""
+    """Without figures the result is unknown: the baseline is quantized itself."""
     bound = (
         "the baseline's weights, rounded as the manifest says and otherwise equal; no module with an error "
         "far from others of its kind"
@@ -62,13 +62,13 @@ def check_weights(figures: WeightFigures | None) -> CheckResult:
 
 
 def largest_errors(figures: WeightFigures | None) -> list[str]:
-    """The modules with the largest errors among the named ones, worst first, for advice."""
+    """Return the modules with the largest errors among the named ones, worst first, for advice."""
     named = sorted(_all(figures), key=_size, reverse=True) if figures else []
     return [f"{error.module} {_shown(error)}" for error in named[:SHOWN]]
 
 
 def _count_problems(figures: WeightFigures) -> Iterator[str]:
-    """Problems unless something is quantized, and exactly the modules that the manifest names."""
+    """List problems unless something is quantized, and exactly the modules that the manifest names."""
     may_be_plain = (figures.is_baseline and not figures.is_ours) or figures.is_other_quantized
     if not figures.quantized and not may_be_plain:
         said = f", but its manifest lists {figures.recorded}" if figures.recorded else ""
@@ -139,7 +139,7 @@ def _stands_out(kind: KindErrors, error: ModuleError) -> bool:
 
 
 def _kept_problems(figures: WeightFigures) -> Iterator[str]:
-    """Every change in an artifact of ours; in another tool's, tensors with a few changed rows.
+    """List every change in an artifact of ours; in another tool's, tensors with a few changed rows.
 
     Another tool may fold scales into norms or rotate the embeddings, which changes every row.
     """

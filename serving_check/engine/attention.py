@@ -1,7 +1,7 @@
 """Paged attention as an attention implementation of transformers.
 
-Finds a model's attention layers, checks that they are supported, and routes their calls to a KV format, which
-does the arithmetic.
+This module finds a model's attention layers, checks that they are supported, and routes their calls to a KV
+format, which does the arithmetic.
 """
 
 import inspect
@@ -78,7 +78,7 @@ class Temperature:
     floor: float
 
     def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
-        """query [T, H, D] at positions int64 [T]."""
+        """Scale query [T, H, D] at positions int64 [T]."""
         steps = torch.floor((positions.float() + 1.0) / self.floor)
         factor = torch.log1p(steps) * self.scale + 1.0
         return (query * factor[:, None, None]).to(query.dtype)
@@ -94,12 +94,12 @@ class ServedLayers:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of all states of a request."""
+        """Return the bytes of all states of a request."""
         return sum(shape.bytes_per_request for shape in self.states.values())
 
     @property
     def state_bytes_by_format(self) -> dict[str, int]:
-        """The same by state format and dtype, as `mamba2 float32`."""
+        """Return the bytes of all states by state format and dtype, as `mamba2 float32`."""
         sums: Counter[str] = Counter()
         for key, shape in self.states.items():
             sums[f"{key.name} {str(shape.dtype).removeprefix('torch.')}"] += shape.bytes_per_request
@@ -112,7 +112,7 @@ class Attention(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """query [B, H, T, D], key and value [B, H_kv, T, D] → [B, T, H, D_v]."""
+        """Attend for query [B, H, T, D], key and value [B, H_kv, T, D]; return [B, T, H, D_v]."""
 
 
 _ATTENTION: ContextVar[Attention | None] = ContextVar("takes the calls of the running model", default=None)
@@ -179,7 +179,7 @@ class PagedAttention:
         return output.contiguous().view(query.shape[0], query.shape[2], *output.shape[1:])
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v] → [T, H, D_v]."""
+        """Attend for query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v]; return [T, H, D_v]."""
         index = next_call(index, self._calls)
         layer = self.layers[index]
         if layer.temperature is not None:
@@ -188,18 +188,20 @@ class PagedAttention:
 
 
 def next_call(index: int, calls: Counter[int]) -> int:
-    """The key of the layer's storage for this call of its attention; `calls` counts the calls in one step."""
+    """Return the key of the layer's storage for this call of its attention; `calls` counts the calls in one
+    step.
+    """
     calls[index] += 1
     return index + (calls[index] - 1) * REPEATED
 
 
 def token_by_token(tensor: Tensor) -> Tensor:
-    """[B, H, T, D] → [B * T, H, D]; a view, since steps are [B, 1] or [1, T]."""
+    """Reshape [B, H, T, D] to [B * T, H, D] as a view, since steps are [B, 1] or [1, T]."""
     return tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
 
 
 class LayerObserver:
-    """Records the arguments of every attention layer's call, and refuses unsupported ones."""
+    """Records the arguments of every attention layer's call, and refuses unsupported arguments."""
 
     def __init__(self, architecture: str, config: Any, is_sparse: bool):
         """config: the language model's config; is_sparse: whether it has indexers, which are skipped"""
@@ -254,7 +256,9 @@ class LayerObserver:
 
 
 def _take_temperature(module: nn.Module) -> Temperature | None:
-    """Llama 4's temperature, taken from a layer, which would count positions from each step's first token."""
+    """Return Llama 4's temperature, taken from a layer, which would count positions from each step's first
+    token.
+    """
     is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
     if not is_tuned and not hasattr(module, "paged_temperature"):
         return None
@@ -266,7 +270,7 @@ def _take_temperature(module: nn.Module) -> Temperature | None:
 
 
 def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
-    """The longest context of a request: `max_model_len` if given, else the model's own limit."""
+    """Return the longest context of a request: `max_model_len` if given, else the model's own limit."""
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
@@ -298,7 +302,9 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
 
 
 def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
-    """The context lengths up to which the model can be served, each with what would change beyond it."""
+    """Yield the context lengths up to which the model can be served, each with what would change beyond
+    it.
+    """
     yield context, ""
     for layer_type in _layer_types(config):
         length = dense_length(config, layer_type)
@@ -312,7 +318,7 @@ def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """The layers of `served_layers`, for a model without states."""
+    """Return the layers of `served_layers`, for a model without states."""
     return served_layers(model).attention
 
 
@@ -353,14 +359,14 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
 
 
 def refuse_states_on_gpu(architecture: str, layers: ServedLayers, device: torch.device) -> None:
-    """UserError if layers have states, and the device is a GPU."""
+    """Raise UserError if layers have states, and the device is a GPU."""
     if layers.states and device.type == "cuda":
         raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
 
 
 def _served(config: Any, count: int, attending: set[int], with_states: set[int]) -> int:
-    """The number of layers that behave as their type says; in a model without types each layer attends or
-    keeps a state.
+    """Return the number of layers that behave as their type says; in a model without types each layer attends
+    or keeps a state.
     """
     types = _layer_types(config) or list(getattr(config, "layers_block_type", None) or ())
     # Those of Llama 3.2 Vision attend to images only, and are passed over where there are none.
@@ -418,6 +424,6 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The RoPE parameters of a model's config: one dictionary, or one for each layer type."""
+    """Return the RoPE parameters of a model's config: one dictionary, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]

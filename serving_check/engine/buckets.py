@@ -10,7 +10,7 @@ nothing."""
 def decode_buckets(
     max_num_seqs: int, device: torch.device, asked: tuple[int, ...] | None = None
 ) -> tuple[int, ...] | None:
-    """The batch sizes of decode steps, ascending, up to max_num_seqs; None for every size.
+    """Return the batch sizes of decode steps, ascending, up to max_num_seqs; None for every size.
 
     asked: the user's sizes. Without them, on CUDA 1, 2, 4, 8 and then every eighth; on the CPU every size,
            since padding would only add work
@@ -22,13 +22,13 @@ def decode_buckets(
 
 
 def mixed_buckets(largest: int) -> tuple[int, ...]:
-    """Bucket sizes: every 64 tokens up to 640, then every 128, so that padding adds little work."""
+    """Return bucket sizes: every 64 tokens up to 640, then every 128, so that padding adds little work."""
     sizes = [*range(64, 641, 64), *range(768, LARGEST_GRAPH + 1, 128)]
     return (*(size for size in sizes if size < largest), *((largest,) if largest <= LARGEST_GRAPH else ()))
 
 
 def mixed_warm_up_buckets(largest: int) -> list[int]:
-    """The sizes to warm up: every bucket, and enough larger sizes to run every kernel variant."""
+    """Return the sizes to warm up: every bucket, and enough larger sizes to run every kernel variant."""
     larger = [LARGEST_GRAPH * halves // 2 << power for power in range(8) for halves in (3, 4)]
     sizes = [*mixed_buckets(largest), *(size for size in larger if size < largest), largest]
     return list(dict.fromkeys(sizes))

@@ -1,7 +1,7 @@
 """Replaces a model's RMSNorm modules on a CPU by one compiled kernel each.
 
 A module is replaced if the kernel gives the same result, which is tested: names and formulas differ from
-model to model. Not for batch-invariant serving, which keeps transformers' own norms.
+model to model. Batch-invariant serving keeps transformers' own norms.
 """
 
 import torch
@@ -19,7 +19,7 @@ several threads are faster."""
 
 
 class CpuRMSNorm(nn.Module):
-    """`norm`, computed by the compiled kernel."""
+    """Computes `norm` by the compiled kernel."""
 
     def __init__(self, norm: nn.Module, eps: float):
         super().__init__()
@@ -46,7 +46,7 @@ class CpuRMSNorm(nn.Module):
 
 @torch.inference_mode()
 def compile_norms(model: nn.Module) -> int:
-    """Replace suitable modules in place; returns how many were replaced."""
+    """Replace suitable modules in place; return how many were replaced."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -60,7 +60,7 @@ def compile_norms(model: nn.Module) -> int:
 
 
 def _compiled(norm: nn.Module) -> CpuRMSNorm | None:
-    """The compiled form of a norm; None if the kernel does not compute the same as this module."""
+    """Return the compiled form of a norm; None if the kernel does not compute the same as this module."""
     weight, eps = getattr(norm, "weight", None), _eps(norm)
     has_more = len(list(norm.parameters())) != 1 or norm._forward_hooks or norm._forward_pre_hooks
     if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None or has_more:

@@ -1,6 +1,6 @@
 """The model runner for the CPU: decoding and prefill in separate passes.
 
-It is also the plain form of a step, for comparison with `cuda_runner.py`.
+This runner is also the plain form of a step, for comparison with `cuda_runner.py`.
 """
 
 import torch
@@ -55,7 +55,7 @@ class CpuRunner:
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """Decoding and prefill separately, although `run` would take a mixed batch too."""
+        """Run decoding and prefill separately, although `run` would take a mixed batch too."""
         if self._keeps_bits:
             return schedule.in_passes(CPU_ROWS)
         apart = (Schedule(schedule.decode, []), Schedule([], schedule.prefill))
@@ -83,7 +83,7 @@ class CpuRunner:
         """Do nothing: there are no graphs to capture."""
 
     def warm_up_requests(self) -> list[int]:
-        """The batch sizes to warm up: every bucket, or the powers of two if there are no buckets."""
+        """Return the batch sizes to warm up: every bucket, or the powers of two if there are no buckets."""
         if self.buckets is not None:
             return list(self.buckets)
         return [1 << power for power in range(self._max_requests.bit_length())]
@@ -122,7 +122,7 @@ class CpuRunner:
         return self._buffers.decode_shape(next(bucket for bucket in buckets if bucket >= count))
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """The batch of the previous step if its sequences are the same, else a new one."""
+        """Return the batch of the previous step if its sequences are the same, else a new one."""
         if self._sampling is None or self._sampling[0] != sequences:
             self._sampling = (sequences, SamplingBatch.of(sequences, self.model.device))
         return self._sampling[1]

@@ -69,7 +69,7 @@ class CudaRunner:
         self._last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=model.device)
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """The schedule as one mixed batch, so that weights are read once."""
+        """Return the schedule as one mixed batch, so that weights are read once."""
         return [schedule] if schedule.num_tokens else []
 
     def run(self, batch: Schedule) -> StepResult:
@@ -112,11 +112,13 @@ class CudaRunner:
             self._run_padding(shape)
 
     def warm_up_requests(self) -> list[int]:
-        """The batch sizes to warm up: every bucket. Its graph is captured when it first runs."""
+        """Return the batch sizes to warm up: every bucket. A size's graph is captured when it first runs."""
         return list(self.decode_buckets)
 
     def _shape(self, batch: Schedule) -> StepShape:
-        """The shape of the smallest bucket that the batch fits in, or of the batch itself if none does."""
+        """Return the shape of the smallest bucket that the batch fits in, or of the batch itself if none
+        does.
+        """
         count = batch.num_tokens
         if batch.is_scored:
             return self._scored_shape(next((size for size in self.mixed_buckets if size >= count), count))
@@ -128,7 +130,9 @@ class CudaRunner:
         return self._buffers.shape(num_tokens, self._rows, self._rows)
 
     def _scored_shape(self, num_tokens: int) -> StepShape:
-        """The shape of a step with room for prompt logprobs. They are rare, so there is no graph for them."""
+        """Return the shape of a step with room for prompt logprobs. Such steps are rare, so there is no graph
+        for them.
+        """
         return self._buffers.shape(num_tokens, self._rows, self._rows + MOST_SCORED)
 
     def _is_bucket(self, shape: StepShape) -> bool:
@@ -145,7 +149,7 @@ class CudaRunner:
         self.graphs.capture(shape, lambda: self._compute(step))
 
     def _compute(self, step: StepInput) -> tuple[Tensor, Tensor]:
-        """Logits and drawn tokens of the batch that was sent to the device."""
+        """Return the logits and drawn tokens of the batch that was sent to the device."""
         unknown = self._last_tokens[step.attention.token_rows]
         token_ids = torch.where(step.token_ids >= 0, step.token_ids, unknown)
         logits = self._forward(token_ids, step.attention, step.logits_indices)

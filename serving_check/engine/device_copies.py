@@ -1,6 +1,6 @@
 """Copies between host and device that do not wait for the device's current work.
 
-Not for weights: each copy allocates its own pinned memory, so copies should be small.
+Weights are copied elsewhere: each copy allocates its own pinned memory, so copies should be small.
 """
 
 import torch
@@ -15,7 +15,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class DeviceToHostCopy:
-    """An asynchronous copy of a tensor from the device to the host."""
+    """Return an asynchronous copy of a tensor from the device to the host."""
 
     def __init__(self, tensor: Tensor):
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,6 @@
-"""The embedded engine: requests in, tokens out, one step at a time. Not for text, HTTP or threads."""
+"""The embedded engine: requests in, tokens out, one step at a time. Text, HTTP and threads are left to the
+server.
+"""
 
 import random
 from collections import deque
@@ -112,7 +114,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def add_request(self, request_id: str, prompt: Prompt[int], params: SamplingParams) -> None:
-        """Queue a request. UserError, with nothing changed, if it can never be served."""
+        """Queue a request. A request that can never be served raises UserError, with nothing changed."""
         if request_id in self._sequences:
             raise ValueError(f"request {request_id!r} is already in the engine")
         tokens = list(prompt)
@@ -143,7 +145,7 @@ class Engine:
         self._counters.prompt_tokens += len(tokens)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request, waiting or running. It is no error if it has finished meanwhile."""
+        """Drop a request, waiting or running. A request that has finished meanwhile is no error."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._leave(sequence)
@@ -156,12 +158,12 @@ class Engine:
     def recover(self) -> list[str]:
         """Continue after `step` has raised: drop the requests to blame, and compute the others again.
 
-        If exactly one request of the failed step had no token yet, that request is dropped. If there were
-        several, none is dropped now, but each of them will be tried without the others. If there was none,
-        all requests that ran are dropped. Tokens that are drawn again are the same, since they depend only on
-        seed and position.
+        If exactly one request of the failed step had no token yet, that request is dropped. If several
+        requests had none, none is dropped now, but each of them will be tried without the others. If every
+        request had a token, all requests that ran are dropped. Tokens that are drawn again are the same,
+        since they depend only on seed and position.
 
-        Returns the ids of the dropped requests. Raises if the device itself has failed.
+        The ids of the dropped requests are returned. An error is raised if the device itself has failed.
         """
         if self.runner.model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -185,7 +187,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One step of the model: a token for every decoding request, and prefill chunks."""
+        """Run one step of the model: a token for every decoding request, and prefill chunks."""
         clock = self.runner.clock
         with clock.step():
             outputs = self._overlapped_step() if self._may_overlap() else self._plain_step()
@@ -215,18 +217,19 @@ class Engine:
         return outputs
 
     def _may_overlap(self) -> bool:
-        """Whether the next step may be launched before the host has the last tokens.
+        """Say whether the next step may be launched before the host has the last tokens.
 
-        Only while there is a page for each running request, since none may be preempted while its last token
-        is unknown. And only while no request follows a grammar, which needs the last token for the next one.
+        The next step is launched early only while there is a page for each running request, since none may be
+        preempted while its last token is unknown. Another condition is that no request follows a grammar,
+        which needs the last token for the next one.
         """
         running = self.scheduler.running
         may = self._overlapped and self.pool.free_pages >= len(running)
         return may and not any(sequence.matcher is not None for sequence in running)
 
     def stats(self) -> EngineStats:
-        """A snapshot of the figures. `running_by_step` and `compilations` hold what is new since the last
-        snapshot."""
+        """Return a snapshot of the figures. `running_by_step` and `compilations` hold what is new since the
+        last snapshot."""
         counters = self._counters
         running_by_step = tuple(counters.running_by_step)
         counters.running_by_step.clear()
@@ -277,7 +280,9 @@ class Engine:
         params: SamplingParams | list[SamplingParams],
         progress: bool | None = False,
     ) -> list[Completion]:
-        """The offline API: run all prompts to their end; completions in the order of the prompts."""
+        """Run all prompts to their end, as the offline API; return completions in the order of the
+        prompts.
+        """
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         names = [f"generate-{index}" for index in range(len(prompts))]
         tokens: dict[str, list[int]] = {name: [] for name in names}
@@ -302,7 +307,7 @@ class Engine:
         ]
 
     def _launch(self, schedule: Schedule) -> list[InFlightStep]:
-        """Launch a step. Its sequences are extended at once, with tokens that are not known yet."""
+        """Launch a step. The step's sequences are extended at once, with tokens that are not known yet."""
         launched = []
         self._counters.running_by_step.append(len(schedule.decode))
         for batch in self.runner.batches(schedule):

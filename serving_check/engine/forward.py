@@ -1,7 +1,7 @@
 """The forward pass of an unmodified transformers model over paged keys and values; compiled on a GPU.
 
-Not for drawing tokens, nor for CUDA graphs, which capture this. Compiling fuses norms, rotary embeddings,
-activations and residuals; attention and packed products keep their own kernels, as custom ops.
+Drawing tokens and CUDA graphs, which capture this pass, are elsewhere. Compiling fuses norms, rotary
+embeddings, activations and residuals; attention and packed products keep their own kernels, as custom ops.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,9 @@ class Forward:
     def __call__(
         self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
     ) -> Tensor:
-        """token_ids int64 [T] → logits [L, V] of the tokens logits_indices, int64 [L]; None for all T."""
+        """Map token_ids int64 [T] to logits [L, V] of the tokens logits_indices, int64 [L]; None for all
+        T.
+        """
         step = PagedAttention(self.layers, self.storage, metadata)
         if self.as_op:
             return self._run_with_op(token_ids, metadata.positions, step, logits_indices)
@@ -127,8 +129,8 @@ class _AttentionAsOp:
     """Takes attention calls and passes them to a custom op, which compiled code can contain.
 
     Layers that are alike share one compilation, even across engines. So the op finds the current step through
-    a context variable, and the layer's index is a tensor in host memory: compiled code treats that as an
-    input, not as a constant.
+    a context variable, and the layer's index is a tensor in host memory: compiled code treats that tensor as
+    an input, not as a constant.
     """
 
     def attend(
@@ -152,7 +154,7 @@ _ATTENTION_AS_OP = _AttentionAsOp()
 def _paged_attention(
     layer_index: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Store key [T, H_kv, D] and value [T, H_kv, D_v], attend with query [T, H, D] → [T, H, D_v].
+    """Store key [T, H_kv, D] and value [T, H_kv, D_v], and attend with query [T, H, D] to [T, H, D_v].
 
     layer_index: int64 [] in host memory, so that reading it waits for no device
     """

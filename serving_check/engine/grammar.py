@@ -1,6 +1,6 @@
 """Outputs that follow a grammar: llguidance says which tokens may come next, as a bit mask.
 
-llguidance is optional. It is loaded when the first request asks for a grammar.
+llguidance is optional. llguidance is loaded when the first request asks for a grammar.
 """
 
 import importlib.util
@@ -25,7 +25,9 @@ class Grammars:
         self._prepared: Any = None
 
     def matcher(self, grammar: str) -> "Matcher":
-        """A matcher at the start of `grammar`, in llguidance's form. UserError if it cannot be made."""
+        """Return a matcher at the start of `grammar`, in llguidance's form. A matcher that cannot be made
+        raises UserError.
+        """
         if importlib.util.find_spec("llguidance") is None:
             raise UserError(MISSING)
         if self._tokenizer is None:
@@ -59,7 +61,7 @@ class Matcher:
 
 
 def masked(scores: Tensor, matchers: list[Matcher]) -> Tensor:
-    """scores [A, V], one row for each matcher → the same with -inf where a token may not come."""
+    """Return scores [A, V], one row for each matcher, with -inf where a token may not come."""
     vocab_size = scores.shape[1]
     words = torch.zeros(len(matchers), -(-vocab_size // BITS), dtype=torch.int32)
     for row, matcher in zip(words, matchers, strict=True):

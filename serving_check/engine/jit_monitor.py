@@ -1,4 +1,5 @@
-"""Detects compilations and graph captures after warm-up, which delay requests. It does not prevent them.
+"""Detects compilations and graph captures after warm-up, which delay requests. The monitor does not prevent
+them.
 
 Triton's compilations are told apart from loads of its disk cache, which take less time. Compilations inside
 Dynamo, such as Inductor's, count as Dynamo's.
@@ -67,12 +68,14 @@ class JitMonitor:
         logger.warning(f"compiled while serving; {event}")
 
     def take(self) -> tuple[JitEvent, ...]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         taken, self.events = tuple(self.events), []
         return taken
 
     def check(self) -> None:
-        """Raise JitError if there was an event. An error raised at once would be the compiler's to handle."""
+        """Raise JitError if there was an event. An error raised inside the compilation would be the
+        compiler's to handle.
+        """
         if self._last is not None and self.mode == "error":
             raise JitError(f"compiled while serving; {self._last}")
 
@@ -158,7 +161,9 @@ def _dynamo_compiles(args: Any) -> None:
 
 
 def _function_on_the_stack() -> str:
-    """The function that Dynamo compiles, with its file, from Dynamo's frames: its callbacks do not get it."""
+    """Return the function that Dynamo compiles, with its file, from Dynamo's frames: its callbacks do not get
+    it.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_compile" and isinstance(frame.f_locals.get("code"), CodeType):

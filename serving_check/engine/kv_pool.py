@@ -1,6 +1,6 @@
 """The pool of KV pages: every layer's storage, the free pages, and the block table of running requests.
 
-Not for deciding which request gets pages next; the scheduler does that.
+The scheduler decides which request gets pages next.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ CUDA_MEMORY_SHARE = 0.8
 class KVPool:
     """Pages for all layers: page p belongs to the same request in every layer.
 
-    Page 0 belongs to no request; it fills block tables after a request's last page.
+    Page 0 belongs to no request, and fills block tables after a request's last page.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class KVPool:
         return pages_for(length, self.page_size)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a row, and pages for all its tokens. The caller has checked that both are
-        free."""
+        """Give the sequence a row, and pages for all its tokens. The caller has checked that a row and the
+        pages are free."""
         sequence.row = self._free_rows.pop()
         self.grow(sequence)
 
@@ -122,7 +122,7 @@ def build_pool(
     scales: Mapping[int, KVScales],
     device: torch.device,
 ) -> KVPool:
-    """An engine's pool, as large as its options say or its memory allows."""
+    """Return an engine's pool, as large as its options say or its memory allows."""
     kv_format = KV_FORMATS[options.kv_format]
     page_size = options.page_size or kv_format.page_size(device)
     num_pages = pages_asked(layers, options, max_model_len, device)
@@ -141,7 +141,9 @@ def build_pool(
 def pages_asked(
     layers: ServedLayers, options: EngineOptions, max_model_len: int, device: torch.device
 ) -> int:
-    """Pages of the pool of an engine with these options. UserError if the device has no room for them."""
+    """Return the pages of the pool of an engine with these options. A device without room for the pages
+    raises UserError.
+    """
     kv_format = KV_FORMATS[options.kv_format]
     return pool_pages(
         layers.attention,
@@ -165,8 +167,8 @@ def pool_pages(
     device: torch.device,
     state_bytes: int = 0,
 ) -> int:
-    """The number of pages: for kv_cache_tokens if given, else for max_num_seqs full contexts or as many as
-    fit.
+    """Return the number of pages: for kv_cache_tokens if given, else for max_num_seqs full contexts or as
+    many as fit.
 
     state_bytes: bytes of a request's states in all layers
     """
@@ -200,7 +202,7 @@ def pool_pages(
 
 @dataclass(frozen=True)
 class _Room:
-    """The memory for a pool, and what its requests keep there besides pages."""
+    """The memory for a pool, and what its requests keep in memory besides pages."""
 
     free: int
     max_num_seqs: int
@@ -212,7 +214,7 @@ class _Room:
 
     @property
     def kept(self) -> int:
-        """For all rows; the last one is for padding."""
+        """Return the bytes for all rows; the last row is for padding."""
         return (self.max_num_seqs + 1) * self.request_bytes
 
     @property
@@ -220,7 +222,7 @@ class _Room:
         return self.free - self.kept
 
     def require(self, page_bytes: int, why: str) -> None:
-        """UserError if pages of so many bytes do not fit beside what requests keep.
+        """Raise UserError if pages of so many bytes do not fit beside what requests keep.
 
         why: the option or the limit that requires the pages
         """
@@ -242,7 +244,7 @@ class _Room:
 def stored_bytes(
     layers: Mapping[int, AttentionLayer], kv_format: KVFormat, page_size: int
 ) -> tuple[int, int]:
-    """Bytes of a page, and of a request's state besides its pages, in all layers."""
+    """Return the bytes of a page, and of a request's state besides its pages, in all layers."""
     shapes = [layer.shape for layer in layers.values()]
     return (
         sum(kv_format.bytes_per_page(shape, page_size) for shape in shapes),
@@ -253,7 +255,9 @@ def stored_bytes(
 def _smaller_pages(
     page_size: int, kv_cache_tokens: int | None, max_model_len: int, device: torch.device
 ) -> str:
-    """Advice to use KV formats with smaller pages, if a full context would fit with them; else empty."""
+    """Return advice to use KV formats with smaller pages, if a full context would fit with them; else
+    empty.
+    """
     sizes = {name: kv_format.page_size(device) for name, kv_format in KV_FORMATS.items()}
     enough = [
         name
@@ -264,7 +268,7 @@ def _smaller_pages(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of the device's memory that are free now."""
+    """Return the bytes of the device's memory that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

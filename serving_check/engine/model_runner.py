@@ -1,4 +1,4 @@
-"""What a model runner is: it runs the model on the batches of a step and draws their tokens.
+"""What a model runner is: an object that runs the model on the batches of a step and draws their tokens.
 
 The scheduler chooses the batches. `cpu_runner.py` is the plain runner, `cuda_runner.py` the one for GPUs.
 """
@@ -35,16 +35,16 @@ class ModelRunner(Protocol):
     clock: StepClock
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """The batches of a step: one mixed batch, or several that run one after another."""
+        """Return the batches of a step: one mixed batch, or several that run one after another."""
 
     def run(self, batch: Schedule) -> StepResult:
-        """Launch one batch. It does not change the sequences."""
+        """Launch one batch. The call does not change the sequences."""
 
     def warm_up_tokens(self) -> list[int]:
-        """The sizes in tokens for which the engine must call `warm_up`."""
+        """Return the sizes in tokens for which the engine must call `warm_up`."""
 
     def warm_up(self, num_tokens: int) -> None:
         """Run a mixed batch of so many tokens, all of them padding."""
 
     def warm_up_requests(self) -> list[int]:
-        """The batch sizes of decode steps that must run once before the first request is served."""
+        """Return the batch sizes of decode steps that must run once before the first request is served."""

@@ -40,7 +40,7 @@ def _kv_formats() -> Iterable[str]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of an engine. UserError for an illegal value."""
+    """The options of an engine. An illegal value raises UserError."""
 
     device: str = option(AUTO, "auto, cpu, cuda or cuda:N.")
     dtype: str = option(
@@ -102,12 +102,12 @@ class EngineOptions:
 
     @property
     def kv_format(self) -> str:
-        """The name in `KV_FORMATS`. `auto` means unquantized here: the format that a checkpoint declares "
-        "has already replaced it."""
+        """Return the name in `KV_FORMATS`. `auto` means unquantized here: the format that a checkpoint
+        declares " "has already replaced it."""
         return UNQUANTIZED if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:
-        """The most prompt tokens in a step without decoding requests, and in a step with them."""
+        """Return the most prompt tokens in a step without decoding requests, and in a step with them."""
         chunk, while_decoding = CPU_CHUNK, CPU_CHUNK_WHILE_DECODING
         if on_gpu:
             chunk, while_decoding = CUDA_CHUNK, CUDA_CHUNK_WHILE_DECODING

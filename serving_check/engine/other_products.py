@@ -63,20 +63,20 @@ class _ProductObserver(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _gets_ours(self, func: Any, args: tuple, parents: set[str]) -> bool:
-        """Whether the product is in a compiled layer, where a graph pass replaces it by ours."""
+        """Say whether the product is in a compiled layer, where a graph pass replaces it by ours."""
         place = own_product_pass.WEIGHT_AT.get(func.overloadpacket)
         served = place is not None and own_product_pass.serves(func.overloadpacket, args[place])
         return served and bool(parents & self._compiled)
 
 
 def _is_exact(args: tuple) -> bool:
-    """Whether the product is one column times one row, as in rotary embeddings: it sums nothing."""
+    """Say whether the product is one column times one row, as in rotary embeddings: it sums nothing."""
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
     return len(tensors) >= 2 and tensors[-2].shape[-1] == 1
 
 
 def other_products(model: PreTrainedModel) -> list[str]:
-    """Names such as `model.layers.0.mlp.gate (mm)`, in the order of the forward pass.
+    """Return names such as `model.layers.0.mlp.gate (mm)`, in the order of the forward pass.
 
     The model must be prepared: paged attention, linear layers packed.
     """

@@ -1,6 +1,6 @@
 """A transformers model made ready for the engine: paged attention, and the layouts that its options need.
 
-Not for weights that a checkpoint stores quantized, which the loader packs.
+Weights that a checkpoint stores quantized are packed by the loader.
 """
 
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from .unsupported import unsupported
 def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayers:
     """Change the model in place, and return what its layers keep.
 
-    UserError if the options ask for batch invariance that this model, device or KV format cannot have.
+    Raise UserError if the options ask for batch invariance that this model, device or KV format cannot have.
     """
     model.eval()
     restore_layers(model)
@@ -46,7 +46,7 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
 
 
 def _require_invariant_products(model: PreTrainedModel, options: EngineOptions) -> None:
-    """UserError if a GPU would sum something in an order that depends on the batch."""
+    """Raise UserError if a GPU would sum something in an order that depends on the batch."""
     asked = f"--batch-invariance {options.batch_invariance}"
     if not options.compiled:
         raise UserError(

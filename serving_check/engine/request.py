@@ -26,9 +26,10 @@ SEEDS = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn. Temperature 0 is greedy, as is any below LEAST_TEMPERATURE.
+    """How one request's tokens are drawn. Temperature 0 is greedy, as is any temperature below
+    LEAST_TEMPERATURE.
 
-    UserError for a value outside its bounds, so that later steps need not check values again.
+    A value outside its bounds raises UserError, so that later steps need not check values again.
     """
 
     max_tokens: int = 16
@@ -96,12 +97,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether its logits depend on earlier tokens."""
+        """Say whether the request's logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether its tokens are drawn from logits that differ from the model's."""
+        """Say whether the request's tokens are drawn from logits that differ from the model's."""
         is_limited = self.min_tokens > 0 or self.grammar is not None
         return is_limited or self.has_penalties or bool(self.logit_bias)
 
@@ -183,7 +184,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot, with the names used in the report and in `/metrics`."""
+    """The figures of an engine at one moment, with the names used in the report and in `/metrics`."""
 
     running: int
     waiting: int

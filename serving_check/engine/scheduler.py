@@ -24,12 +24,12 @@ class PrefillChunk:
 
     @property
     def completes(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, so that the next one can be drawn."""
+        """Say whether the chunk ends with the sequence's last token, so that the next one can be drawn."""
         return self.start + self.count == self.sequence.length
 
     @property
     def scored(self) -> range:
-        """Positions whose logits give prompt logprobs; empty unless the request asks for them."""
+        """Return the positions whose logits give prompt logprobs; empty unless the request asks for them."""
         if not self.sequence.is_scored:
             return range(0)
         first = max(self.start, len(self.sequence.prompt_logprobs))
@@ -50,12 +50,14 @@ class Schedule:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Sequences for which a token is drawn: decoding ones, then those whose prefill ends here."""
+        """Return the sequences for which a token is drawn: decoding ones, then those whose prefill ends in
+        this step.
+        """
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
     def in_passes(self, tokens: int) -> "list[Schedule]":
-        """The schedule's work in passes of at most `tokens`: decoding first, then prefill chunks, cut to
-        fit.
+        """Yield the schedule's work in passes of at most `tokens`: decoding first, then prefill chunks, cut
+        to fit.
         """
         passes = [Schedule(self.decode[at], []) for at in row_tiles(len(self.decode), tokens)]
         room = 0
@@ -72,11 +74,12 @@ class Schedule:
 
     @property
     def is_scored(self) -> bool:
-        """Whether a request asks for prompt logprobs, which need further logits."""
+        """Say whether a request asks for prompt logprobs, which need further logits."""
         return any(chunk.sequence.is_scored for chunk in self.prefill)
 
     def rows_of_logits(self) -> tuple[list[int], list[slice]]:
-        """Rows of a step's logits [L, V]: one per sampled sequence, and a slice of scored rows per chunk.
+        """Return rows of a step's logits [L, V]: one per sampled sequence, and a slice of scored rows per
+        chunk.
 
         Decoding requests come first. Each chunk follows with its scored rows, then the row of its last token.
         """
@@ -104,8 +107,7 @@ class Scheduler:
     """
 
     def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int, replays: bool = False):
-        """replays: after a preemption, decode tokens again that had been decoded, instead of prefilling
-        them."""
+        """replays: after a preemption, decode the decoded tokens once more instead of prefilling them."""
         self.pool = pool
         self.replays = replays
         self.prefill_chunk = prefill_chunk
@@ -157,7 +159,7 @@ class Scheduler:
             index += 1
 
     def _preempt_last(self) -> int:
-        """Preempt the sequence admitted last; returns its index among the running ones."""
+        """Preempt the sequence admitted last; return its index among the running ones."""
         victim = self.running.pop()
         self.pool.release(victim)
         self.waiting.appendleft(victim)
@@ -165,7 +167,9 @@ class Scheduler:
         return len(self.running)
 
     def _prefill_chunks(self, prefilling: list[Sequence], budget: int) -> list[PrefillChunk]:
-        """Replays, then up to `budget` prompt tokens: of running sequences, then of newly admitted ones."""
+        """Return replays, then up to `budget` prompt tokens: of running sequences, then of newly admitted
+        ones.
+        """
         replaying = [sequence for sequence in prefilling if self._is_replaying(sequence)]
         chunks = [PrefillChunk(sequence, sequence.num_computed, 1, is_replay=True) for sequence in replaying]
         scored = MOST_SCORED
@@ -191,7 +195,7 @@ class Scheduler:
         return self.replays and sequence.num_prompt <= sequence.num_computed < sequence.length - 1
 
     def _chunk(self, sequence: Sequence, budget: int, scored: int) -> PrefillChunk:
-        """A chunk of at most `budget` tokens, and at most `scored` if the request asks for prompt
+        """Return a chunk of at most `budget` tokens, and at most `scored` if the request asks for prompt
         logprobs.
         """
         start = sequence.num_computed
@@ -200,7 +204,9 @@ class Scheduler:
         return PrefillChunk(sequence, start, min(most, end - start))
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        """Whether all its tokens have room, and each running sequence that may grow has another page."""
+        """Say whether all of a sequence's tokens have room, and each running sequence that may grow has
+        another page.
+        """
         if self.suspects and self._must_wait_for_another(sequence):
             return False
         growing = sum(len(other.pages) < self.pool.pages_for(other.max_len) for other in self.running)
@@ -208,6 +214,8 @@ class Scheduler:
         return self.pool.free_rows > 0 and (needed <= self.pool.free_pages or not self.running)
 
     def _must_wait_for_another(self, sequence: Sequence) -> bool:
-        """Whether it and a running sequence both have no token yet, and at least one of them is a suspect."""
+        """Say whether a sequence and a running one both have no token yet, and at least one of them is a
+        suspect.
+        """
         unproven = [each for each in self.running if not each.is_proven]
         return not sequence.is_proven and any(other.is_suspect or sequence.is_suspect for other in unproven)

@@ -11,8 +11,9 @@ UNKNOWN = -1
 
 @dataclass(eq=False)
 class Sequence:
-    """A request's state. It waits while it has no row, prefills until all tokens but the last are computed,
-    and then decodes. If preempted, it waits again, and its prompt and output so far are computed again."""
+    """A request's state. A sequence waits while it has no row, prefills until all tokens but the last are
+    computed, and then decodes. A preempted sequence waits again, and its prompt and output so far are
+    computed again."""
 
     request_id: str
     tokens: list[int]
@@ -45,7 +46,7 @@ class Sequence:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a step has given it a token that the host knows."""
+        """Say whether a step has given the sequence a token that the host knows."""
         return len(self.tokens) > self.num_prompt and self.tokens[self.num_prompt] != UNKNOWN
 
     @property
@@ -58,23 +59,23 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether some of its prompt logprobs are still to be computed."""
+        """Say whether some of the sequence's prompt logprobs are still to be computed."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def scores(self) -> tuple[TokenLogprobs, ...] | None:
-        """The prompt's logprobs; None if the request does not ask for them."""
+        """Return the prompt's logprobs; None if the request does not ask for them."""
         return None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt tokens are left to compute. The last one is prefilled even if it is the only one
-        left."""
+        """Say whether prompt tokens are left to compute. The last prompt token is prefilled even if it is the
+        only one left."""
         return self.num_computed < max(self.num_prompt, len(self.tokens) - 1)
 
     def finish_reason(self, length: int) -> FinishReason | None:
-        """Why the last of the first `length` tokens ended the sequence; None if it did not."""
+        """Return why the last of the first `length` tokens ended the sequence; None if it did not."""
         if self.tokens[length - 1] in self.ends:
             return "stop"
         return "length" if length >= self.max_len else None

@@ -1,8 +1,8 @@
 """Sparse attention within the length up to which it is dense, and served as dense attention.
 
 Layers of DeepSeek-V3.2, GLM-5 or MiniMax-M3 have an indexer, which chooses the keys that each query sees. If
-a context is short enough to be chosen whole, such a layer is causal attention. Not for attention to chosen
-keys.
+a context is short enough to be chosen whole, such a layer is causal attention. Attention to chosen keys is
+not supported.
 """
 
 from collections.abc import Callable
@@ -36,13 +36,13 @@ _DENSE_LENGTHS: dict[str, Callable[[Any], int | None]] = {
 
 
 def dense_length(config: Any, layer_type: str) -> int | None:
-    """The longest context in which layers of this type see every key; None if that is not known."""
+    """Return the longest context in which layers of this type see every key; None if that is not known."""
     length = _DENSE_LENGTHS.get(layer_type)
     return None if length is None else length(config)
 
 
 def skip_indexers(model: PreTrainedModel) -> bool:
-    """Let no indexer of the model run; returns whether there are any."""
+    """Let no indexer of the model run; return whether there are any."""
     indexers = [module for name, module in model.named_modules() if name.rpartition(".")[2] == INDEXER]
     for indexer in indexers:
         indexer.forward = _choose_nothing  # type: ignore[method-assign]
@@ -50,11 +50,13 @@ def skip_indexers(model: PreTrainedModel) -> bool:
 
 
 def unread_mask(model: nn.Module, device: torch.device) -> Tensor | None:
-    """An attention mask for models with indexers: each indexer gets a slice of it, and no code reads it."""
+    """Returns an attention mask for models with indexers: each indexer gets a slice of it, and no code reads
+    it.
+    """
     has_indexer = any(name.rpartition(".")[2] == INDEXER for name, _ in model.named_modules())
     return torch.zeros(1, 1, 1, 1, device=device) if has_indexer else None
 
 
 def _choose_nothing(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """Replaces an indexer. Its output reaches the attention function, which does not read it."""
+    """Replaces an indexer. The indexer's output reaches the attention function, which does not read it."""
     return hidden_states.new_empty(0, dtype=torch.int32)

@@ -2,8 +2,8 @@
 
 transformers' modules ask a cache for their state, and pass it to a function that computes one more token.
 This function is the seam: a module's own forward runs as if every token were the next one of some request,
-but it calls our functions instead of transformers', and ours know which token belongs to which request. Not
-for the arithmetic, which is in `layouts/states/`.
+but it calls our functions instead of transformers', and ours know which token belongs to which request. The
+arithmetic is in `layouts/states/`.
 """
 
 import functools
@@ -40,7 +40,7 @@ class States(Protocol):
     """Takes the state calls of a forward pass."""
 
     def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
-        """Outputs [T, ...] of a step's T tokens. like: a tensor [T, ...] with the outputs' dtype."""
+        """Return outputs [T, ...] of a step's T tokens. like: a tensor [T, ...] with the outputs' dtype."""
 
 
 _STATES: ContextVar[States] = ContextVar("the states of the step that a forward pass is computing")
@@ -48,7 +48,7 @@ _STATES: ContextVar[States] = ContextVar("the states of the step that a forward 
 
 @contextmanager
 def taking_states(states: States) -> Iterator[None]:
-    """Inside the `with` block, layers with a state call `states`."""
+    """Let layers with a state call `states` inside the `with` block."""
     token = _STATES.set(states)
     try:
         yield
@@ -122,7 +122,7 @@ class _Cache:
         return False
 
     def update_recurrent_state(self, *_: Any, **__: Any) -> None:
-        """The slots have changed already."""
+        """Do nothing: the slots have changed already."""
 
 
 def _convolution(state: _State, given: Mapping[str, Any]) -> Tensor:
@@ -180,12 +180,14 @@ FUNCTIONS: dict[str, tuple[str, Callable[[_State, Mapping[str, Any]], Any]]] = {
 
 
 def keeps_a_state(module: nn.Module) -> bool:
-    """Whether the module asks a cache for a state, or keeps one in a way that is supported here."""
+    """Say whether the module asks a cache for a state, or keeps one in a way that is supported here."""
     return bool(ASKS_FOR_STATES & set(_names(module))) or forward_of(module) is not None
 
 
 def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
-    """Make a model's layers with states use our states inside an engine. UserError for unknown kinds."""
+    """Make a model's layers with states use our states inside an engine. Raise UserError for unknown
+    kinds.
+    """
     for name, module in model.named_modules():
         if keeps_a_state(module) and "forward" not in module.__dict__:
             if not hasattr(module, "layer_idx"):
@@ -221,12 +223,12 @@ def _hooked_forward(module: nn.Module, architecture: str) -> Callable[..., Any]:
 
 
 def _in_a_row(output: Tensor | None) -> Tensor | None:
-    """[T, 1, ...] → [1, T, ...]."""
+    """Transpose [T, 1, ...] to [1, T, ...]."""
     return None if output is None else output.transpose(0, 1)
 
 
 def _compute_anew(module: nn.Module) -> Callable[[Any, Tensor, dict[str, Any]], Any] | None:
-    """The forward that replaces the module's own, over our states."""
+    """Return the forward that replaces the module's own, over our states."""
     own = forward_of(module)
     if own is None:
         return None
@@ -243,7 +245,7 @@ def _compute_anew(module: nn.Module) -> Callable[[Any, Tensor, dict[str, Any]], 
 def _compute_by_functions(
     module: nn.Module, architecture: str, signature: inspect.Signature
 ) -> Callable[[Any, Tensor, dict[str, Any]], Any]:
-    """The module's own forward, with our functions in place of those in FUNCTIONS."""
+    """Return the module's own forward, with our functions in place of those in FUNCTIONS."""
     written = inspect.unwrap(type(module).forward)
     ours = {
         name: _with_our_state(written.__globals__[name], *FUNCTIONS[name])

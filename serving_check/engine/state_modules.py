@@ -1,8 +1,8 @@
-"""Modules whose forward computes with its state directly; they are rewritten over our states.
+"""Modules whose forward computes with its state directly, rewritten over our states.
 
 transformers' forwards of these modules handle a prompt and a decoded token separately and pass their state to
-no function that computes one token, so there is no function to replace. Not for modules with such a function
-(`state_layers.py`).
+no function that computes one token, so there is no function to replace. Modules with such a function are in
+`state_layers.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,16 @@ class Compute(Protocol):
     """Computes with a state of the layer."""
 
     def __call__(self, name: str, inputs: StateInputs, like: Tensor, index: int = 0) -> Tensor:
-        """Outputs [T, ...]. name: the state format; index: which state, if a layer has several of one
+        """Return outputs [T, ...]. name: the state format; index: which state, if a layer has several of one
         format."""
 
 
 def _lightning_attention(
     module: Any, hidden: Tensor, given: Mapping[str, Any], compute: Compute
 ) -> tuple[Tensor, None]:
-    """MiniMax: S ← exp(-slope) S + k^T v, y = q S; Mamba 2 with steps of 1 and without a skip."""
+    """Compute MiniMax: S ← exp(-slope) S + k^T v, y = q S, which is Mamba 2 with steps of 1 and without a
+    skip.
+    """
     tokens, heads = len(hidden), module.num_attention_heads
     states = module.act_fn(module.qkv_proj(hidden)).view(tokens, heads, 3 * module.head_dim)
     query, key, value = states.split(module.head_dim, 2)
@@ -43,8 +45,8 @@ def _lightning_attention(
 def _zaya_projection(
     module: Any, hidden: Tensor, given: Mapping[str, Any], compute: Compute
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ZAYA's compressed convolutional attention (arXiv 2510.04476): queries and keys are convolved, and half
-    of each value comes from the token before."""
+    """Compute ZAYA's compressed convolutional attention (arXiv 2510.04476): queries and keys are convolved,
+    and half of each value comes from the token before."""
     tokens, head_dim, shared = len(hidden), module.head_dim, module.num_key_value_groups
     queries, keys = module.q_proj(hidden), module.k_proj(hidden)
     joined = torch.cat([queries, keys], 2)[:, 0]
@@ -64,14 +66,16 @@ def _zaya_projection(
 
 
 def _window(compute: Compute, x: Tensor, width: int, index: int) -> Tensor:
-    """The last inputs of each token and its own, [T, C, width + 1]."""
+    """Return the last inputs of each token and its own, [T, C, width + 1]."""
     return compute("last_inputs", LastInputs(x, width), x[:, :, None].expand(-1, -1, width + 1), index)
 
 
 def _recurrent_block(
     module: Any, hidden: Tensor, given: Mapping[str, Any], compute: Compute
 ) -> tuple[Tensor, None]:
-    """RecurrentGemma's block: a convolution, then a recurrence with gates, beside a branch without state."""
+    """Compute RecurrentGemma's block: a convolution, then a recurrence with gates, beside a branch without
+    state.
+    """
     gate = module.act_fn(module.linear_y(hidden))
     x = module.linear_x(hidden)[:, 0]
     convolution = module.conv_1d
@@ -104,5 +108,5 @@ arguments, and `compute`."""
 
 
 def forward_of(module: nn.Module) -> Callable[[Any, Tensor, Mapping[str, Any], Compute], Any] | None:
-    """The forward that replaces the module's own over our states, if it needs one."""
+    """Return the forward that replaces the module's own over our states, if it needs one."""
     return FORWARDS.get(type(module).__name__)

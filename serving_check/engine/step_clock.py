@@ -14,7 +14,7 @@ from .request import StepTimes
 
 
 class StepClock:
-    """Sums since `reset`. On a GPU it records two events for each launch, and never waits for them.
+    """Sums since `reset`. On a GPU the clock records two events for each launch, and never waits for them.
 
     The host's part of a step is its time without waiting for the GPU or, on a CPU, without running the model.
     """
@@ -30,21 +30,21 @@ class StepClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Counts the time inside as one step's."""
+        """Count the time inside the block as one step's."""
         started = time.perf_counter()
         yield
         self._step_seconds += time.perf_counter() - started
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time inside as waiting for the device."""
+        """Count the time inside the block as waiting for the device."""
         started = time.perf_counter()
         yield
         self._away_seconds += time.perf_counter() - started
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """Measures a launch; on a CPU, the model's computation itself."""
+        """Measure a launch; on a CPU, the model's computation itself."""
         if self._device is None:
             with self.waiting():
                 yield
@@ -53,12 +53,12 @@ class StepClock:
         self._device.ends()
 
     def device_starts(self) -> None:
-        """Called just before the first operation of a launch, after the host's preparations."""
+        """Note that the first operation of a launch follows, after the host's preparations."""
         if self._device is not None:
             self._device.starts()
 
     def rest(self) -> None:
-        """Called when no requests are left. Until the next request, the device does not count as idle."""
+        """Note that no requests are left. Until the next request, the device does not count as idle."""
         if self._device is not None:
             self._device.rest()
 

@@ -1,8 +1,8 @@
 """Stages a step: the arrays that say which tokens the model computes, and where keys and values are stored.
 
 Decode-only, prefill-only and mixed batches are staged in the same way. On the CPU the model reads the staged
-arrays. On a GPU they are in pinned memory, and one copy takes them to static addresses, where CUDA graphs
-read them. Two steps can be staged, so that the host need not wait for the copy of the previous one.
+arrays. On a GPU the arrays are in pinned memory, and one copy takes them to static addresses, where CUDA
+graphs read them. Two steps can be staged, so that the host need not wait for the copy of the previous one.
 
     | padding | arrays of this step's shape | block table: int32 [rows of the pool, W], then unused rows |
               ^ first byte                  ^ always at the same address
@@ -84,7 +84,7 @@ class _Arrays(Generic[A]):
 
 
 def _sizes(shape: StepShape) -> dict[str, tuple[str, int]]:
-    """dtype and number of elements of each array in the memory of this shape."""
+    """Return the dtype and number of elements of each array in the memory of this shape."""
     tokens, requests, logits = shape.num_tokens, shape.num_requests, shape.num_logits
     sizes = dict.fromkeys(("token_ids", "positions", "slot_mapping", "token_rows"), ("int64", tokens))
     sizes |= {"sample_positions": ("int64", logits), "seq_lens": ("int32", requests)}
@@ -96,7 +96,7 @@ def _sizes(shape: StepShape) -> dict[str, tuple[str, int]]:
 
 
 def _num_bytes(dtype: str, count: int) -> int:
-    """The size of an array in bytes, rounded up so that the next array is aligned."""
+    """Return the size of an array in bytes, rounded up so that the next array is aligned."""
     return -(-count * int(dtype[3:]) // 8 // ALIGNMENT) * ALIGNMENT
 
 
@@ -142,11 +142,11 @@ class StepBuffers:
         self._on_device = remembered(self._carve_device)
 
     def decode_shape(self, num_requests: int) -> StepShape:
-        """The shape of a decode-only batch: one query token for each request."""
+        """Return the shape of a decode-only batch: one query token for each request."""
         return StepShape(num_requests, num_requests, num_requests, decode_only=True)
 
     def shape(self, num_tokens: int, num_requests: int, num_logits: int) -> StepShape:
-        """The shape of any other batch."""
+        """Return the shape of any other batch."""
         # Each chunk, and the padding, may end in a partly filled tile.
         tiles = num_tokens // TILE + min(num_tokens, num_requests) + 1 if self.static else 0
         return StepShape(num_tokens, num_requests, num_logits, tiles)
@@ -195,7 +195,7 @@ class StepBuffers:
         self._copied[self._turn].record()
 
     def input(self, shape: StepShape, host: HostMetadata | None) -> StepInput:
-        """The inputs on the device, as they are once the step is sent.
+        """Return the inputs on the device, as they are once the step is sent.
 
         host: the staged metadata; None for a capture
         """
@@ -243,7 +243,7 @@ class StepBuffers:
     def _stage_chunks(
         self, arrays: _Arrays[np.ndarray], decodes: int, prefill: Rows[PrefillChunk]
     ) -> tuple[int, int]:
-        """Stage chunks after the decoding requests; returns how many tokens and logits there are then."""
+        """Stage chunks after the decoding requests; return how many tokens and logits there are then."""
         tokens, logits, page_size = decodes, decodes, self.page_size
         for index, chunk in enumerate(prefill, decodes):
             row, end = chunk.sequence.row, chunk.start + chunk.count
@@ -305,7 +305,7 @@ class StepBuffers:
         return self._carve(self._device, shape, dtypes.__getitem__, self._device_counting)
 
     def _carve(self, memory: Any, shape: StepShape, dtype_of: Any, counting: Any) -> _Arrays[Any]:
-        """Views of `memory`, which is a torch tensor or a numpy array."""
+        """Return views of `memory`, which is a torch tensor or a numpy array."""
         views, at, requests = {}, self._first_byte(shape), shape.num_requests
         for name, (dtype, count) in _sizes(shape).items():
             size = int(dtype[3:]) // 8 * count

@@ -1,6 +1,6 @@
 """Counts over the answers under load: tokens received and claimed, text and tokens, likeness.
 
-It only counts, on answers that the workload generator kept; `checks/` judge the counts.
+The module only counts, on answers that the workload generator kept; `checks/` judge the counts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ class AnswerFigures:
 
     @property
     def variety(self) -> float:
-        """The share of distinct tokens in an answer, 0 to 1, mean over answers."""
+        """Return the share of distinct tokens in an answer, 0 to 1, mean over answers."""
         return self.distinct_share / self.answers if self.answers else 0.0
 
     @classmethod
@@ -88,7 +88,7 @@ class ServedText:
 
 
 def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigures:
-    """The figures of one repeat's answers, without answers that were not kept."""
+    """Return the figures of one repeat's answers, without answers that were not kept."""
     records = [record for record in result.requests if _is_kept(record)]
     tokens = [_received(record, tokenizer) for record in records]
     told = all(record.answer and record.answer.token_ids is not None for record in records)
@@ -110,13 +110,13 @@ def answer_figures(result: WorkloadResult, tokenizer: TokenText) -> AnswerFigure
 
 
 def spread_evenly(several: Sequence[T], count: int) -> list[T]:
-    """At most `count` of `several`, spread evenly."""
+    """Return at most `count` of `several`, spread evenly."""
     step = max(1.0, len(several) / count)
     return [several[int(index * step)] for index in range(min(count, len(several)))]
 
 
 def served_texts(result: WorkloadResult, tokenizer: TokenText, count: int) -> list[ServedText]:
-    """At most `count` answers of one repeat, spread over all of it."""
+    """Return at most `count` answers of one repeat, spread over all of it."""
     kept = [record for record in result.requests if _is_kept(record)]
     return [
         ServedText(result.spec.m, record.prompt, tuple(_received(record, tokenizer)), _text(record))
@@ -129,7 +129,7 @@ def _is_kept(record: RequestRecord) -> bool:
 
 
 def _received(record: RequestRecord, tokenizer: TokenText) -> Sequence[int]:
-    """The tokens of a kept answer: the ids in its stream, or its text tokenized again."""
+    """Return the tokens of a kept answer: the ids in its stream, or its text tokenized again."""
     if record.answer is None or record.answer.token_ids is None:
         return tokenizer.encode(_text(record))
     return list(record.answer.token_ids)
@@ -140,12 +140,14 @@ def _text(record: RequestRecord) -> str:
 
 
 def text_is_of(answer: Answer | None, tokenizer: TokenText) -> bool:
-    """Whether an answer's text is that of its tokens, apart from white space and characters cut in two."""
+    """Say whether an answer's text is that of its tokens, apart from white space and characters cut in
+    two.
+    """
     if answer is None or answer.token_ids is None:
         return True
     return bare(tokenizer.decode(list(answer.token_ids))) == bare(answer.text)
 
 
 def bare(text: str) -> str:
-    """`text` without white space at either end and without characters cut in two."""
+    """Return `text` without white space at either end and without characters cut in two."""
     return text.replace("\N{REPLACEMENT CHARACTER}", "").strip()

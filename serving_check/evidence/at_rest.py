@@ -1,7 +1,8 @@
 """A server's figures when its load has ended: the memory and pages that it still holds, and whether it is as
 fast as at first.
 
-`gate/at_rest.py` looks, `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
+`gate/at_rest.py` collects these figures, and `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge
+them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ PARTS_BEFORE = 4
 
 @dataclass(frozen=True)
 class Rest:
-    """One server's figures while it has no requests; null if it does not report one."""
+    """One server's figures while it has no requests; a figure is null if the server does not report it."""
 
     __pydantic_config__ = DOCUMENTED
 

@@ -12,7 +12,7 @@ ANSWERED_BEFORE = 32
 
 
 def default_input_len(kv_cache_dtype: str | None) -> int:
-    """The default number of prompt tokens per request. kv_cache_dtype: None if unknown"""
+    """Return the default number of prompt tokens per request. kv_cache_dtype: None if unknown"""
     form = _page_coded(kv_cache_dtype)
     if form is None:
         return WorkloadSettings.input_len
@@ -20,7 +20,7 @@ def default_input_len(kv_cache_dtype: str | None) -> int:
 
 
 def uncoded(workload: WorkloadSettings, kv_cache_dtype: str | None) -> str | None:
-    """Why such requests do not exercise the format; None if they do."""
+    """Return why such requests do not exercise the format; None if they do."""
     form = _page_coded(kv_cache_dtype)
     if form is None:
         return None

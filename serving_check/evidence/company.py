@@ -1,6 +1,6 @@
 """Sends the same prompts alone and in a batch to a running server, and compares their logprobs bit for bit.
 
-It tests a server that claims batch invariance; `checks/batch_invariance.py` judges the result.
+The requests test a server that claims batch invariance; `checks/batch_invariance.py` judges the result.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class CompanyFigures:
 
 @dataclass(frozen=True)
 class _Probe:
-    """One request; every second request samples, with its own seed."""
+    """Return one request; every second request samples, with its own seed."""
 
     prompt: tuple[int, ...]
     answer_len: int
@@ -115,13 +115,13 @@ def compare_in_company(
 
 
 def _slice(text: Sequence[int], index: int, length: int) -> tuple[int, ...]:
-    """A different part of the text for every index."""
+    """Return a different part of the text for every index."""
     start = index * 977 % max(1, len(text) - length)
     return tuple(text[start : start + length])
 
 
 def _first_difference(alone: list, together: list) -> int | None:
-    """The first place where two answers are not equal, logprobs to the last digit."""
+    """Return the first place where two answers are not equal, logprobs to the last digit."""
     if alone == together:
         return None
     pairs = zip(alone, together, strict=False)
@@ -131,7 +131,9 @@ def _first_difference(alone: list, together: list) -> int | None:
 
 
 def _ask(endpoint: Endpoint, probe: _Probe) -> Answer:
-    """The answer's tokens as the JSON holds them, in which every float has enough digits to be exact."""
+    """Return the answer's tokens as the JSON holds them, in which every float has enough digits to be
+    exact.
+    """
     body = {
         "prompt": list(probe.prompt),
         "max_tokens": probe.answer_len,

@@ -1,6 +1,6 @@
 """The curve of throughput against M, artifact over baseline, from the measured repeats.
 
-Arithmetic only: the same repeats and settings give the same curve, on any machine.
+The module is arithmetic only: the same repeats and settings give the same curve, on any machine.
 """
 
 import math
@@ -28,14 +28,14 @@ Figure = Callable[[Repeat], float | None]
 def sequential_test(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> SequentialTest:
-    """The test of each M. How many figures are decided is settled by the first look."""
+    """Return the test of each M. The first look settles how many figures are decided."""
     parts = sum(parts_apart(level, workload).count for level in measured)
     count = len(workload.measured_ms) + parts
     return SequentialTest(floor, number_of_ms=count, max_blocks=workload.max_blocks)
 
 
 def curve_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, bounds: Bounds) -> list[CurvePoint]:
-    """A point for every M at which both sides finished a repeat."""
+    """Return a point for every M at which both sides finished a repeat."""
     decisions = decisions_of(measured, workload, bounds.throughput_floor)
     voting = rival_decisions_of(measured, workload, bounds.max_first_rival_m)
     steady = steady_decisions_of(measured, workload, bounds.throughput_floor)
@@ -63,7 +63,7 @@ RIVAL_FLOOR = 1.0
 def rival_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, from_m: float
 ) -> dict[int, Decision]:
-    """Whether the artifact is faster than the rival, at each given M from `from_m` on."""
+    """Say whether the artifact is faster than the rival, at each given M from `from_m` on."""
     voting = [level for level in measured if level.m >= from_m and level.m in workload.ms]
     if not voting:
         return {}
@@ -81,7 +81,7 @@ def rival_decisions_of(
 def rival_point(
     measured: MeasuredM, decision: Decision | None, workload: WorkloadSettings
 ) -> RivalPoint | None:
-    """The rival at one M; `decision` is None if the M does not count."""
+    """Return the rival at one M; `decision` is None if the M does not count."""
     if not measured.rival:
         return None
     ratios = measured.log_ratios(output_throughput, over_rival=True)
@@ -100,8 +100,8 @@ def rival_point(
 def binding_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> list[Decision]:
-    """The decision that counts at every M, for whole requests, decoding or prompts alone: a failed one first,
-    then an open one, then an undecided one, then the lowest one."""
+    """Return the decision that counts at every M, for whole requests, decoding or prompts alone: a failed one
+    first, then an open one, then an undecided one, then the lowest one."""
     decisions = decisions_of(measured, workload, floor)
     steady = steady_decisions_of(measured, workload, floor)
     prompts = prompt_decisions_of(measured, workload, floor)
@@ -122,7 +122,7 @@ def binding_decisions_of(
 def steady_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> dict[int, Decision]:
-    """The decision on decoding alone, at every M at which it is judged separately."""
+    """Return the decision on decoding alone, at every M at which it is judged separately."""
     levels = [level for level in measured if parts_apart(level, workload).decoding]
     test = sequential_test(measured, workload, floor)
     return _decided_by_m(levels, workload, test, decoding_throughput)
@@ -131,7 +131,7 @@ def steady_decisions_of(
 def prompt_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> dict[int, Decision]:
-    """The decision on prompts alone, at every M at which they are judged by themselves."""
+    """Return the decision on prompts alone, at every M at which they are judged by themselves."""
     levels = [level for level in measured if parts_apart(level, workload).prompts]
     test = sequential_test(measured, workload, floor)
     return _decided_by_m(levels, workload, test, prompts_per_second)
@@ -140,8 +140,8 @@ def prompt_decisions_of(
 def _decided_by_m(
     levels: Sequence[MeasuredM], workload: WorkloadSettings, test: SequentialTest, figure: Figure
 ) -> dict[int, Decision]:
-    """The decision on a figure at each M. It is final if repeats hardly ever have the figure: more blocks
-    would not help."""
+    """Return the decision on a figure at each M. The decision is final if repeats hardly ever have the
+    figure: more blocks would not help."""
     decisions = _decided(levels, workload, test, figure)
     return {
         level.m: replace(decision, final=True)
@@ -154,8 +154,8 @@ def _decided_by_m(
 def part_point(
     measured: MeasuredM, decision: Decision | None, figure: Figure, unit: float = 1.0
 ) -> PartPoint | None:
-    """The figures of one part at one M; None if it is not judged separately. unit: the name of the figure's
-    unit"""
+    """Return the figures of one part at one M; None if it is not judged separately. unit: the name of the
+    figure's unit"""
     if decision is None:
         return None
     ours, theirs = (
@@ -174,10 +174,11 @@ def part_point(
 
 
 def decisions_of(measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float) -> list[Decision]:
-    """The decision at every M; a hopelessly slow one has failed after two blocks.
+    """Return the decision at every M; a hopelessly slow M has failed after two blocks.
 
-    Not if servers take turns: their first blocks share a start, which may have been a bad one. Nor at drawn
-    Ms, whose repeats are a quarter as long: with noise of 20% one in twenty sound servers would fail there.
+    Servers that take turns are given more blocks: their first blocks share a start, which may have been a bad
+    one. Drawn Ms are given more blocks too, since their repeats are a quarter as long: with noise of 20% one
+    in twenty sound servers would fail there.
     """
     test = sequential_test(measured, workload, floor)
     decisions = _decided(measured, workload, test, output_throughput)
@@ -199,9 +200,9 @@ def _decided(
     test: SequentialTest,
     figure: Figure,
 ) -> list[Decision]:
-    """The decisions from the blocks on the first servers or, if there are any, from groups on restarted
-    servers; from groups alone if servers take turns. Drawn Ms, of which less is known, pass by their
-    estimate."""
+    """Return the decisions from the blocks on the first servers or, if there are any, from groups on
+    restarted servers; from groups alone if servers take turns. Drawn Ms, of which less is known, pass by
+    their estimate."""
     drawn = {index for index, level in enumerate(measured) if level.m not in workload.ms}
     groups = [level.group_means(figure) for level in measured]
     if any(took_turns(level) for level in measured):
@@ -221,7 +222,7 @@ def _decided(
 
 
 def took_turns(measured: MeasuredM) -> bool:
-    """Whether no two servers were up together while it was measured."""
+    """Say whether no two servers were up together while the evidence was measured."""
     return bool(measured.blocks) and all(block.restarts for block in measured.blocks)
 
 
@@ -242,7 +243,7 @@ def curve_point(measured: MeasuredM, decision: Decision) -> CurvePoint:
 
 
 def serving_figures(results: Sequence[Repeat]) -> ServingFigures:
-    """The figures of one side at one M: medians over repeats, percentiles over requests, extremes of
+    """Return the figures of one side at one M: medians over repeats, percentiles over requests, extremes of
     samples.
     """
     ttfts = [value * 1000 for result in results for value in result.ttfts]

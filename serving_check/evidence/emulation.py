@@ -26,7 +26,9 @@ class EmulatedProducts:
 def emulated_products(
     side: str, samples: Mapping[str, float], series: Series = SCALEGATE_SERIES
 ) -> tuple[EmulatedProducts, ...]:
-    """What a server's `/metrics` say; empty if it emulates nothing, or is an engine that does not tell."""
+    """Return what a server's `/metrics` say; empty if it emulates nothing, or is an engine that does not
+    tell.
+    """
     return tuple(
         EmulatedProducts(side, labels["inputs"], labels["hardware"], int(count))
         for labels, count in labelled(samples, series.emulated_products)
@@ -35,19 +37,23 @@ def emulated_products(
 
 
 def is_speed_real(emulated: Sequence[EmulatedProducts]) -> bool:
-    """Whether the artifact's speed beside the baseline's is that of their formats; a rival does not count."""
+    """Say whether the artifact's speed beside the baseline's is that of the formats; a rival does not
+    count.
+    """
     return all(products.side == "rival" for products in emulated)
 
 
 def in_words(emulated: Sequence[EmulatedProducts]) -> str:
-    """`28 products of the artifact emulate FP8 inputs`"""
+    """Return a text like `28 products of the artifact emulate FP8 inputs`"""
     return " and ".join(
         f"{each.products} products of the {each.side} emulate {each.inputs} inputs" for each in emulated
     )
 
 
 def why_not_judged(emulated: Sequence[EmulatedProducts]) -> str | None:
-    """Why speed, or the comparison with the rival, was not judged, and where it can be; None if it was."""
+    """Return why speed, or the comparison with the rival, was not judged, and where it can be; None if it
+    was.
+    """
     if not emulated:
         return None
     hardware = " and ".join(dict.fromkeys(each.hardware for each in emulated))

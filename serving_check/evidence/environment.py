@@ -31,7 +31,7 @@ def describe_environment(
     engine_options: dict[str, OptionValue] | None = None,
     baseline_engine_options: dict[str, OptionValue] | None = None,
 ) -> Environment:
-    """The environment of a measurement on this machine, now."""
+    """Return the environment of a measurement on this machine, now."""
     return Environment(
         device=device_name(torch.device(device)),
         engine=engine,
@@ -46,7 +46,7 @@ def describe_environment(
 
 
 def package_versions() -> dict[str, str]:
-    """Python's version and those of the installed packages that a figure may depend on."""
+    """Return Python's version and those of the installed packages that a figure may depend on."""
     found = {package: installed_version(package) for package in PACKAGES}
     installed = {package: version for package, version in found.items() if version is not None}
     return {"python": platform.python_version()} | installed

@@ -1,6 +1,7 @@
 """The gaps of one repeat in which a server sent nothing to any client.
 
-Not for slow requests: in a gap no stream moves at all. `checks/stalls.py` decides which gap is a stall.
+A slow request alone is no gap: in a gap no stream moves at all. `checks/stalls.py` decides which gap is a
+stall.
 """
 
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def longest_gaps(result: WorkloadResult) -> LongestGaps:
 
 
 def _gaps(result: WorkloadResult) -> Iterator[tuple[Gap, bool]]:
-    """Every gap, and whether it lies within prefill."""
+    """Yield every gap, and whether it lies within prefill."""
     moments: list[float] = []
     prefill_end = 0.0
     for record in result.requests:

@@ -1,7 +1,7 @@
 """The evidence of a load as in use: the speed of both servers, and the artifact's answers compared with its
 own logits.
 
-`gate/in_use.py` measures it, `checks/` judge it.
+`gate/in_use.py` measures these figures, and `checks/` judge them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -104,7 +104,7 @@ class SideInUse:
 
     @property
     def output_throughput(self) -> float:
-        """Output tokens per second, from the first send to the last end."""
+        """Return output tokens per second, from the first send to the last end."""
         return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
 
@@ -209,7 +209,7 @@ class FiguresInUse:
 
     @property
     def all_blocks(self) -> tuple[BlockInUse, ...]:
-        """The blocks, including the profile's blocks."""
+        """Return the blocks, including the profile's blocks."""
         return self.blocks + (self.profile.blocks if self.profile else ())
 
 
@@ -222,20 +222,20 @@ def streams_decoding(records: Sequence[RequestRecord]) -> "DecodingStreams":
 
 @dataclass(frozen=True)
 class DecodingStreams:
-    """When streams began and ended to decode, from first to last chunk, sorted."""
+    """Return when streams began and ended to decode, from first to last chunk, sorted."""
 
     begins: Sequence[float]
     ends: Sequence[float]
 
     def at(self, moment: float) -> int:
-        """The number of streams that decode at that moment, on the clock of the records."""
+        """Return the number of streams that decode at that moment, on the clock of the records."""
         return bisect_right(self.begins, moment) - bisect_left(self.ends, moment)
 
 
 def _gaps_by_m(
     records: Sequence[RequestRecord], counts: Callable[[float, float], bool] = lambda earlier, later: True
 ) -> dict[int, list[float]]:
-    """Seconds between two chunks of a stream, by how many streams decoded in the middle of them.
+    """Return the seconds between two chunks of a stream, by how many streams decoded in the middle of them.
 
     counts: whether the gap from one moment to another counts
     """
@@ -253,7 +253,7 @@ def _medians_by_m(gaps_by_m: Mapping[int, Sequence[float]]) -> dict[int, tuple[i
 
 
 def _still(records: Sequence[RequestRecord]) -> tuple[Gap, ...]:
-    """The longest times without any token although requests were open."""
+    """Return the longest times without any token although requests were open."""
     moments = sorted(
         moment
         for record in records

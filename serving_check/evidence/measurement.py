@@ -1,7 +1,7 @@
 """The measurements of the interleaved repeats at one M, on every side: the raw figures of every check.
 
-The verdict keeps them, so that its readers can judge again. `interleaving.py` runs repeats; `judge.py` and
-`checks/` judge them.
+The verdict keeps the measurements, so that its readers can judge again. `interleaving.py` runs repeats;
+`judge.py` and `checks/` judge them.
 """
 
 import math
@@ -101,7 +101,7 @@ class Repeat:
 
     @property
     def output_throughput(self) -> float:
-        """Output tokens per second, ramp-up and ramp-down of the batch included."""
+        """Return output tokens per second, ramp-up and ramp-down of the batch included."""
         return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
 
@@ -126,9 +126,9 @@ class Block:
         return [error for repeat in (*self.artifact, *self.baseline) for error in repeat.errors]
 
     def log_ratio(self, figure: Callable[[Repeat], float | None], over_rival: bool = False) -> float | None:
-        """The block's log ratio of `figure`, artifact over baseline or over rival.
+        """Return the block's log ratio of `figure`, artifact over baseline or over rival.
 
-        None if a repeat has no such figure, or the block was broken off.
+        The result is None if a repeat has no such figure, or the block was broken off.
         """
         artifact = [figure(result) or 0.0 for result in self.artifact]
         other = [figure(result) or 0.0 for result in (self.rival if over_rival else self.baseline)]
@@ -157,7 +157,7 @@ class MeasuredM:
         return [result for block in self.blocks for result in block.baseline]
 
     def group_means(self, figure: Callable[[Repeat], float | None], over_rival: bool = False) -> list[float]:
-        """The mean log ratio of each complete group of blocks on restarted servers."""
+        """Return the mean log ratio of each complete group of blocks on restarted servers."""
         groups: dict[int, list[Block]] = {}
         for block in self.blocks:
             if block.restarts:
@@ -174,11 +174,11 @@ class MeasuredM:
 
     @property
     def first_looks(self) -> list[float]:
-        """The log ratios of throughput of the first two blocks of all, warm-ups among them."""
+        """Return the log ratios of throughput of the first two blocks of all, warm-ups among them."""
         return _log_ratios([*self.warmups, *self.blocks][:2], output_throughput)
 
     def shows(self, figure: Callable[[Repeat], float | None]) -> bool:
-        """Whether most of its blocks have `figure` on both sides."""
+        """Say whether most of the level's blocks have `figure` on both sides."""
         return 2 * len(self.log_ratios(figure)) > len(self.blocks)
 
 
@@ -189,7 +189,7 @@ def _log_ratios(
 
 
 def answers_of(repeats: Sequence[Repeat]) -> AnswerFigures:
-    """The sum over all `repeats` that kept answers."""
+    """Return the sum over all `repeats` that kept answers."""
     return AnswerFigures.sum(repeat.answers for repeat in repeats if repeat.answers is not None)
 
 
@@ -202,7 +202,7 @@ def decoding_throughput(result: Repeat) -> float | None:
 
 
 def prompts_per_second(result: Repeat) -> float | None:
-    """Prompt tokens per second, in the times in which some request had no token yet."""
+    """Return prompt tokens per second, in the times in which some request had no token yet."""
     return result.requests / result.prefill_seconds if result.prefill_seconds else None
 
 
@@ -215,10 +215,11 @@ def slowest_ttft(result: Repeat) -> float | None:
 
 
 def decoding_together(result: WorkloadResult) -> float:
-    """How many requests decoded together, as the average output token saw it.
+    """Return how many requests decoded together, as the average output token saw it.
 
-    The server's own counts of steps tell it; without these, the overlap of the streams that clients received
-    tells it, which needs nothing from the server. Queued requests count in neither.
+    The server's own counts of steps tell this number. Without these counts, the overlap of the streams that
+    clients received tells it, which needs nothing from the server. Queued requests count in neither of the
+    two.
     """
     if result.steps_by_running:
         tokens = sum(running * steps for running, steps in result.steps_by_running.items())
@@ -227,7 +228,7 @@ def decoding_together(result: WorkloadResult) -> float:
 
 
 def _overlap(requests: Sequence[RequestRecord]) -> float:
-    """Mean number of streams between first chunk and end, weighted by that number."""
+    """Return the mean number of streams between first chunk and end, weighted by that number."""
     events: list[tuple[float, int]] = []
     for record in requests:
         if record.error is None and record.ttft is not None:

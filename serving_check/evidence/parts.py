@@ -32,7 +32,8 @@ class PartsApart:
 
 
 def parts_apart(level: MeasuredM, workload: WorkloadSettings) -> PartsApart:
-    """Prompts if they take a large share of the baseline's time; decoding unless its share is small.
+    """Judge prompts if they take a large share of the baseline's time, and decoding unless its share is
+    small.
 
     Prompts are judged only at given Ms: their speed depends on their length, and prompts at drawn Ms are
     short. Suppose that the baseline shows no decoding. If prompts take little time, M was drawn, or answers
@@ -50,8 +51,8 @@ def parts_apart(level: MeasuredM, workload: WorkloadSettings) -> PartsApart:
 
 
 def prompt_share(level: MeasuredM) -> float | None:
-    """The share of the baseline's time, 0 to 1, median over its first repeats; None in verdicts without this
-    figure.
+    """Return the share of the baseline's time, 0 to 1, median over its first repeats; None in verdicts
+    without this figure.
     """
     known = [
         repeat.prefill_seconds / repeat.duration
@@ -62,5 +63,5 @@ def prompt_share(level: MeasuredM) -> float | None:
 
 
 def _first(level: MeasuredM) -> Sequence[Repeat]:
-    """The baseline's repeats up to the first look."""
+    """Return the baseline's repeats up to the first look."""
     return level.baseline[: LOOKS[0]]

@@ -7,7 +7,8 @@ from ..workload import RequestRecord
 
 
 def prefill_seconds(records: Sequence[RequestRecord]) -> float | None:
-    """Seconds in which at least one request had been sent and had no token yet; None if none got one.
+    """Return the seconds in which at least one request had been sent and had no token yet; None if no request
+    got a token.
 
     Others may decode meanwhile.
     """
@@ -15,7 +16,9 @@ def prefill_seconds(records: Sequence[RequestRecord]) -> float | None:
 
 
 def prefill_times(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
-    """The times in which some request had no token yet, as (begin, end), in order and without overlap."""
+    """Yield the times in which some request had no token yet, as (begin, end), in order and without
+    overlap.
+    """
     waits = sorted(
         (record.start, record.start + record.ttft)
         for record in records

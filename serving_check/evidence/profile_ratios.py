@@ -1,6 +1,7 @@
-"""How fast prompts are read and answers decoded under a profile of loads, artifact over baseline, each apart.
+"""How fast prompts are read and answers decoded under a profile of loads, artifact over baseline, each
+separately.
 
-Arithmetic only; `checks/in_use/profile.py` judges, and card and report show the same figures.
+The module is arithmetic only; `checks/in_use/profile.py` judges, and card and report show the same figures.
 """
 
 import math
@@ -33,13 +34,13 @@ class PartRatio:
 
     @property
     def shown(self) -> tuple[float | None, float | None]:
-        """The 95% interval; None for a single block, which has none."""
+        """Return the 95% interval; None for a single block, which has no interval."""
         low, high = self.limits(SHOWN_ERROR)
         return (low if low > 0 else None), (high if math.isfinite(high) else None)
 
     def limits(self, error: float) -> tuple[float, float]:
-        """The confidence limits at a one-sided level of `error` each; 0 and infinity for fewer than two
-        blocks."""
+        """Return the confidence limits at a one-sided level of `error` each; 0 and infinity for fewer than
+        two blocks."""
         low, high = interval(self.logs, error, error)
         return math.exp(low), math.exp(high) if math.isfinite(high) else math.inf
 
@@ -79,14 +80,14 @@ def _logs(pairs: Sequence[Pair], of: Callable[[Pair], float | None]) -> PartRati
 
 
 def _of_prompts(pair: Pair) -> float | None:
-    """The ratio of the speeds at which prompts are read: both sides read the same prompts, so times
+    """Return the ratio of the speeds at which prompts are read: both sides read the same prompts, so times
     suffice."""
     ours, theirs = (side.prompt_seconds for side in pair)
     return theirs / ours if ours and theirs else None
 
 
 def _of_decoding(pair: Pair) -> float | None:
-    """The ratio of decoding speeds at the Ms that both sides had. An M counts by the lesser number of
+    """Return the ratio of decoding speeds at the Ms that both sides had. An M counts by the lesser number of
     gaps."""
     ours, theirs = (side.steady_itls_by_m for side in pair)
     shared = {m: min(ours[m][0], theirs[m][0]) for m in ours.keys() & theirs.keys()}

@@ -1,6 +1,7 @@
-"""Figures of how close a model's predictions are to its baseline's: verdicts hold them, and cards read them.
+"""Figures of how close a model's predictions are to its baseline's: verdicts hold these figures, and cards
+read them.
 
-`quality.py` measures them; it needs torch, and reading a verdict does not.
+`quality.py` measures the figures, which needs torch; reading a verdict does not.
 """
 
 from collections.abc import Mapping

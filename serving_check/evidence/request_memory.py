@@ -1,6 +1,7 @@
 """What a server keeps in memory for each request: pages of keys and values, and states of recurrent layers.
 
-Data only. `engine/kv_pool.py` allocates it, `checks/kv_capacity.py` reads it from `/metrics`.
+Data only. `engine/kv_pool.py` allocates this memory, and `checks/kv_capacity.py` reads its size from
+`/metrics`.
 """
 
 from collections.abc import Mapping
@@ -29,5 +30,5 @@ class RequestMemory:
         return sum(self.states.values())
 
     def of_request(self, tokens: int) -> int:
-        """Bytes of a request with that many tokens, prompt and answer together."""
+        """Return the bytes of a request with that many tokens, prompt and answer together."""
         return -(-tokens // self.page_size) * self.page_bytes + self.row_bytes + self.state_bytes

@@ -65,7 +65,7 @@ class ServedInUse:
 
     @property
     def context(self) -> int:
-        """The context length at the end of the answer, in tokens."""
+        """Return the context length at the end of the answer, in tokens."""
         return len(self.prompt) + len(self.tokens)
 
 
@@ -91,7 +91,7 @@ def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) ->
 
 
 def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInUse]:
-    """All answers that can be scored."""
+    """Yield all answers that can be scored."""
     streams = _Streams(result.records)
     for request, record in zip(result.requests, result.records, strict=True):
         if request.kind == "aborted" or record.error is not None or record.answer is None:
@@ -148,7 +148,7 @@ class _Ids:
 
 
 def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tuple[int, ...]:
-    """The tokens that the model chose; none if they are not known."""
+    """Return the tokens that the model chose; none if they are not known."""
     if answer.token_ids is not None:
         # What ends an answer of a least length was not chosen freely.
         return tuple(answer.token_ids)[: request.min_tokens or None]
@@ -169,15 +169,15 @@ class _Streams:
         self._read = sorted(map(_prompt_read, records))
 
     def m_of(self, record: RequestRecord) -> float:
-        """How many streams were between their first chunk and their last, mean over the chunks of
+        """Return how many streams were between their first chunk and their last, mean over the chunks of
         `record`."""
         return fmean(
             bisect_right(self._firsts, now) - bisect_left(self._lasts, now) for now in record.arrivals
         )
 
     def prompts_beside(self, record: RequestRecord) -> int:
-        """How many requests were sent before the record's last chunk and got their first chunk after its
-        first."""
+        """Return how many requests were sent before the record's last chunk and got their first chunk after
+        its first."""
         first, last = record.arrivals[0], record.arrivals[-1]
         return bisect_left(self._sent, last) - bisect_right(self._read, first)
 
@@ -187,8 +187,8 @@ def _prompt_read(record: RequestRecord) -> float:
 
 
 def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
-    """The sampled answers without repetitions of a prompt and seed, which are no independent draws; each one
-    says whether it equals an answer to its prompt with another seed.
+    """Return the sampled answers without repetitions of a prompt and seed, which are no independent draws;
+    each one says whether it equals an answer to its prompt with another seed.
     """
     by_prompt: dict[tuple[int, ...], list[ServedInUse]] = {}
     kept = []
@@ -202,7 +202,8 @@ def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
 
 
 def _spread(answers: Sequence[ServedInUse]) -> Iterator[ServedInUse]:
-    """All answers in order: first the longest contexts, then each time the one whose like was chosen least.
+    """Yield all answers in order: first the longest contexts, then each time the one whose like was chosen
+    least.
 
     Answers are alike if they have the same kind, contexts and Ms within a power of two, and both have
     neighbours or neither has.
@@ -228,7 +229,7 @@ def _like(answer: ServedInUse) -> tuple[Hashable, ...]:
 
 
 def _least(likes: Sequence[tuple[Hashable, ...]], chosen: Counter[Hashable]) -> int:
-    """The index of the first answer whose like was chosen least, summed over all respects in which answers
-    are alike.
+    """Return the index of the first answer whose like was chosen least, summed over all respects in which
+    answers are alike.
     """
     return min(range(len(likes)), key=lambda index: sum(chosen[like] for like in likes[index]))

@@ -1,7 +1,7 @@
 """How fast a server decodes while it reads no prompt.
 
 With long prompts, prefill takes most of a repeat, and a decode step could take twice as long without being
-noticed. Not for whole requests, whose throughput is `Repeat.output_throughput`.
+noticed. The throughput of whole requests is `Repeat.output_throughput`.
 """
 
 from bisect import bisect_right
@@ -24,12 +24,12 @@ class _Part:
 
 
 def steady_decoding(result: WorkloadResult) -> float | None:
-    """Output tokens per second of M streams, from the parts of a repeat in which more than half of M streams
-    are open and no request waits for its first token; None if these parts are too short.
+    """Return output tokens per second of M streams, from the parts of a repeat in which more than half of M
+    streams are open and no request waits for its first token; None if these parts are too short.
 
-    If fewer than M are open, M times the speed of one stream. If prompts are long, the first answers end soon
-    after the last prompt, so all M streams may be open for a few steps only. Contexts are never shorter in
-    these parts than the prompts, and a chunk that holds several tokens counts as many.
+    If fewer than M streams are open, the result is M times the speed of one stream. If prompts are long, the
+    first answers end soon after the last prompt, so all M streams may be open for a few steps only. Contexts
+    are never shorter in these parts than the prompts, and a chunk that holds several tokens counts as many.
     """
     streams = [record for record in result.requests if record.error is None and record.itls]
     arrivals = [record.arrivals for record in streams]

@@ -1,6 +1,7 @@
 """The result of a gate run: its checks, its curve and its verdict, bound to exact bytes, to and from JSON.
 
-Data only, and the documented form of `serving_check.json`; `judge.py` decides, and `record.py` reads it back.
+The module is data only, and the documented form of `serving_check.json`; `judge.py` decides, and `record.py`
+reads it back.
 """
 
 import math
@@ -169,7 +170,7 @@ class CurvePoint:
 
     @property
     def is_slow(self) -> bool:
-        """Whether whole requests, decoding or prompts by themselves surely miss the floor."""
+        """Say whether whole requests, decoding or prompts by themselves surely miss the floor."""
         parts = [part.status for part in (self.steady, self.prompts) if part is not None]
         return "fail" in (self.status, *parts)
 
@@ -283,7 +284,7 @@ class Verdict:
 
     @property
     def rivals(self) -> list[tuple[CurvePoint, RivalPoint]]:
-        """The points of the curve at which a rival was served as well."""
+        """Return the points of the curve at which a rival was served as well."""
         return [(point, point.rival) for point in self.curve if point.rival is not None]
 
     @property
@@ -299,7 +300,9 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Any) -> "Verdict":
-        """The verdict in `value`. Raises pydantic's ValidationError if `value` does not match the schema."""
+        """Return the verdict in `value`. Raises pydantic's ValidationError if `value` does not match the
+        schema.
+        """
         return _ADAPTER.validate_python(value)
 
     def write(self, path: Path) -> None:
@@ -307,7 +310,7 @@ class Verdict:
 
 
 def overall_status(checks: Iterable[CheckResult]) -> Status:
-    """Fail if any check failed, else inconclusive if any is, or if nothing was checked."""
+    """Return fail if any check failed, else inconclusive if any is, or if nothing was checked."""
     statuses = {check.status for check in checks} - {"unknown"}
     if "fail" in statuses:
         return "fail"
@@ -315,12 +318,12 @@ def overall_status(checks: Iterable[CheckResult]) -> Status:
 
 
 def finite(value: float) -> float | None:
-    """`value` as JSON can hold it: null if it is infinite or not a number."""
+    """Return `value` as JSON can hold it: null if it is infinite or not a number."""
     return value if math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: raw figures that are not finite as `nan`, `inf` and `-inf`."""
+    """Return `value` as JSON can hold it: raw figures that are not finite as `nan`, `inf` and `-inf`."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

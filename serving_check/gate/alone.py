@@ -26,7 +26,8 @@ IDLE_S = 1.2
 
 
 def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
-    """Blocks at the largest M with the other server stopped; None if a server cannot be stopped from here.
+    """Return blocks at the largest M with the other server stopped; None if a server cannot be stopped from
+    here.
 
     gpus: the servers' GPUs; empty on a CPU
     """
@@ -40,7 +41,9 @@ def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
 
 
 def measure_alone(servers: Servers, alone: MeasuredM, blocks: int) -> bool:
-    """Add blocks to `alone`; false if a request failed, or a server cannot be stopped by this process."""
+    """Add blocks to `alone`; return false if a request failed, or a server cannot be stopped by this
+    process.
+    """
     endpoints = [servers.artifact, servers.baseline]
     endpoints += [] if servers.rival is None else [servers.rival.endpoint]
     for _ in range(blocks):
@@ -69,12 +72,12 @@ def _cores_of(server: Endpoint) -> ServerCores | None:
 
 
 def usable_cores() -> int:
-    """The cores that this process and the servers that it starts may run on."""
+    """Return the cores that this process and the servers that it starts may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _stop(other: Endpoint, stopped: contextlib.ExitStack) -> bool:
-    """Stop the other server until `stopped` closes; false if its processes are not known."""
+    """Stop the other server until `stopped` closes; return false if its processes are not known."""
     processes = other.processes()
     stopped.enter_context(paused(processes))
     return bool(processes)

@@ -79,7 +79,7 @@ class Sides:
 
 
 def look_before(endpoint: Endpoint) -> Rest:
-    """The figures of `endpoint` at rest, before a load."""
+    """Return the figures of `endpoint` at rest, before a load."""
     return _at_rest(endpoint, PATIENCE_S + endpoint.metrics_renewal_s)
 
 
@@ -123,7 +123,7 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
 
 
 class _Burst:
-    """Parts of a burst, at both servers in turn."""
+    """Send parts of a burst, at both servers in turn."""
 
     def __init__(self, sides: Sides):
         self._sides = sides
@@ -151,7 +151,9 @@ class _Burst:
                 self.baseline_parts.append(self._part(baseline, baseline_size, baseline_s))
 
     def _send_between(self, requests: int) -> None:
-        """Send requests with many prompts each; None if a server accepts only one prompt per request."""
+        """Return how to send requests with many prompts each; None if a server accepts only one prompt per
+        request.
+        """
         artifact, text = self._sides.artifact, self._sides.text
         if requests < PROMPTS_EACH:
             return
@@ -169,12 +171,12 @@ class _Burst:
         return sent < PARTS or confirms
 
     def _rate(self, endpoint: Endpoint) -> float:
-        """The server's requests per second, measured with the first requests of a burst."""
+        """Return the server's requests per second, measured with the first requests of a burst."""
         first = self._part(endpoint, FIRST_REQUESTS, FIRST_S)
         return max(first.requests, 1) / max(first.seconds, 1e-9)
 
     def _part(self, endpoint: Endpoint, requests: int, seconds: float) -> BurstPart:
-        """A part of the burst, which is cut short if it takes more than twice as long as expected."""
+        """Send a part of the burst, which is cut short if it takes more than twice as long as expected."""
         self._seed += 1
         kinds = self._sides.kinds
         result = send_burst(endpoint, self._sides.text, self._seed, requests, 2 * seconds, kinds)
@@ -187,7 +189,7 @@ class _Burst:
 
 
 def _measure_again(sides: Sides, figures: AtRestFigures) -> AtRestFigures:
-    """`figures` with the last repeats at the first M, of both servers in alternate order."""
+    """Return `figures` with the last repeats at the first M, of both servers in alternate order."""
     began = time.monotonic()
     for index in range(MOST_LAST):
         in_time = time.monotonic() - began < LAST_S or index < 2
@@ -214,12 +216,12 @@ def _measure_again(sides: Sides, figures: AtRestFigures) -> AtRestFigures:
 
 
 def _throughputs(repeats: Sequence[Repeat]) -> tuple[float, ...]:
-    """Output tokens per second of each repeat without a failed request."""
+    """Return output tokens per second of each repeat without a failed request."""
     return tuple(repeat.output_throughput for repeat in repeats if not repeat.errors)
 
 
 def _at_rest(endpoint: Endpoint, patience: float, kv_cache_usage: float | None = None) -> Rest:
-    """The server's figures once it is at rest, or after a time limit.
+    """Return the server's figures once it is at rest, or after a time limit.
 
     kv_cache_usage: the usage allowed at rest; None if that is not known
     """

@@ -1,6 +1,6 @@
 """The gate: collects from two running servers their own figures, their texts and their speed.
 
-It knows nothing of checkpoints. `interleaving.py` measures the speed, `judge.py` draws the conclusions.
+The gate knows nothing of checkpoints. `interleaving.py` measures the speed, `judge.py` draws the conclusions.
 """
 
 import math
@@ -119,9 +119,9 @@ def serve_and_measure(
     restart: Callable[[], None] | None = None,
     rival: Rival | None = None,
 ) -> RunFigures:
-    """Canary texts, then the interleaved repeats until every M is decided or out of blocks.
+    """Collect canary texts, then run the interleaved repeats until every M is decided or out of blocks.
 
-    UserError if one server is behind two endpoints, or a server's KV cache is too small for the workload.
+    One server behind two endpoints, or a KV cache too small for the workload, raises UserError.
     restart: starts all servers anew, at the same addresses; None if that is not ours to do
     """
     _refuse_shared_addresses(artifact, baseline, rival)
@@ -177,7 +177,7 @@ def serve_and_measure(
 def _emulated(
     sides: Mapping[str, Endpoint], rival: Rival | None, clock: StageClock
 ) -> tuple[EmulatedProducts, ...]:
-    """What the servers emulate, which is also printed: then speed is not judged."""
+    """Return what the servers emulate, which is also printed: then speed is not judged."""
     endpoints = {**sides, **({} if rival is None else {RIVAL: rival.endpoint})}
     emulated = tuple(
         products
@@ -190,7 +190,7 @@ def _emulated(
 
 
 def _has_failed(measured: Sequence[MeasuredM], decisions: Sequence[Decision]) -> bool:
-    """Whether a request or an M failed."""
+    """Say whether a request or an M failed."""
     broken_off = any(block.errors for level in measured for block in level.blocks)
     return broken_off or any(decision.status == "fail" for decision in decisions)
 
@@ -207,7 +207,9 @@ def _profile(
     load: LoadInUse,
     in_use: ServedLoad,
 ) -> LoadInUse | None:
-    """The load of the requested profile; None if no profile was requested, or if a request has failed."""
+    """Return the load of the requested profile; None if no profile was requested, or if a request has
+    failed.
+    """
     blocks = in_use.figures.blocks
     if any(side.errors for block in blocks for side in (block.artifact, block.baseline) if side):
         return None
@@ -231,14 +233,18 @@ def _require_rival_capacity(rival: Rival | None, workload: WorkloadSettings) -> 
 def _require_capacity(
     name: str, endpoint: Endpoint, said: dict[str, float], workload: WorkloadSettings
 ) -> int | None:
-    """Tokens that the KV cache holds; None if the server does not say. UserError if that is too few."""
+    """Return the tokens that the KV cache holds; None if the server does not say. A number that is too small
+    raises UserError.
+    """
     held = kv_cache_tokens(said, endpoint.series)
     require_capacity(name, held, workload)
     return held
 
 
 def _room_for_requests(said: dict[str, float], artifact: Endpoint) -> dict[str, Any]:
-    """The fields of `RunFigures` on how many requests run together, and what the server keeps of each."""
+    """Return the fields of `RunFigures` on how many requests run together, and what the server keeps of
+    each.
+    """
     series = artifact.series
     return {"limit": most_running(said, series), "request_memory": request_memory(said, series)}
 
@@ -246,9 +252,11 @@ def _room_for_requests(said: dict[str, float], artifact: Endpoint) -> dict[str, 
 def _canary_texts(
     artifact: Endpoint, baseline: Endpoint, said: dict[str, float], run: GateRun
 ) -> tuple[list[Continuation], list[Continuation]]:
-    """The texts of the artifact's server and of the baseline's, which goes first: its time sets the deadline.
+    """Return the texts of the artifact's server and of the baseline's, which goes first: its time sets the
+    deadline.
 
-    said: the artifact's metrics before. UserError if its server counts the baseline's tokens.
+    said: the artifact's metrics before. UserError is raised if the artifact's server counts the baseline's
+    tokens.
     """
     prompts = canary_prompts(run.text)
     started = time.perf_counter()
@@ -262,10 +270,11 @@ def _canary_texts(
 def serve_together(
     servers: Servers, measured: Sequence[MeasuredM], run: GateRun, in_use: ServedLoad | None = None
 ) -> MeasuredM | None:
-    """Load both servers at once if the artifact's stalls may be the machine's, or if it served too briefly to
-    show stalls; None if neither holds.
+    """Load both servers at once if the artifact's stalls may be the machine's, or if the artifact served too
+    briefly to show stalls; None if neither holds.
 
-    It ends after a while in which the artifact alone did not stall, or once there are enough stalls to fail.
+    The load ends after a while in which the artifact alone did not stall, or once there are enough stalls to
+    fail.
     """
     blocks = () if in_use is None else in_use.figures.blocks
     in_doubt = m_in_doubt(measured, run.bounds, blocks)
@@ -301,7 +310,7 @@ def serve_together(
 
 
 def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> RunFigures:
-    """Like `serve_and_measure`, with one server up at a time.
+    """Measure like `serve_and_measure`, with one server up at a time.
 
     sides: `artifact`, `baseline` and perhaps `rival`
     """
@@ -365,7 +374,7 @@ def _in_use_in_turns(
     source: RequestSource,
     canary: Sequence[Continuation],
 ) -> tuple[ServedLoad, AtRestFigures]:
-    """All blocks of a load as in use to the baseline's server, then all to the artifact's, both after a
+    """Send all blocks of a load as in use to the baseline's server, then all to the artifact's, both after a
     warm-up.
     """
     ms = [level.m for level in measured]
@@ -389,7 +398,7 @@ def _in_use_in_turns(
 def repeat_prompts(servers: Servers, measured: Sequence[MeasuredM]) -> RepeatedPrompts | None:
     """Send the prompts of the artifact's last repeat again: a cached answer comes at once.
 
-    None with fewer repeats than the first look has: even the fastest may have been disturbed.
+    The result is None with fewer repeats than the first look has: even the fastest may have been disturbed.
     """
     level = next((level for level in reversed(measured) if len(level.artifact) >= LOOKS[0]), None)
     first = None if level is None else tpot_of(level.artifact)
@@ -401,7 +410,7 @@ def repeat_prompts(servers: Servers, measured: Sequence[MeasuredM]) -> RepeatedP
 
 
 def canary_prompts(text: Sequence[int]) -> list[tuple[int, ...]]:
-    """Slices of the held-out text, spread over all of it."""
+    """Yield slices of the held-out text, spread over all of it."""
     stride = max(1, (len(text) - CANARY_PROMPT) // CANARY_REQUESTS)
     starts = range(0, max(1, len(text) - CANARY_PROMPT), stride)
     return [tuple(text[start : start + CANARY_PROMPT]) for start in list(starts)[:CANARY_REQUESTS]]

@@ -70,7 +70,7 @@ class ServedLoad:
 
     @property
     def requests(self) -> int:
-        """The number of requests that were sent to the artifact's server."""
+        """Return the number of requests that were sent to the artifact's server."""
         return sum(block.requests for block in self.figures.all_blocks if block.artifact is not None)
 
 
@@ -87,11 +87,13 @@ class LoadInUse:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds that were requested from the servers."""
+        """Return the kinds that were requested from the servers."""
         return frozenset(request.kind for requests in self.blocks for request in requests)
 
     def serve(self, artifact: Endpoint, baseline: Endpoint) -> ServedLoad:
-        """Block after block, one side after the other: B A, A B, B A. The first failed request ends it."""
+        """Send block after block, one side after the other: B A, A B, B A. The first failed request ends the
+        load.
+        """
         sides: dict[Endpoint, list[OpenLoopResult]] = {artifact: [], baseline: []}
         slowest = 0.0
         for index, requests in enumerate(self.blocks):
@@ -115,7 +117,7 @@ class LoadInUse:
         return results
 
     def served(self, artifact: Sequence[OpenLoopResult], baseline: Sequence[OpenLoopResult]) -> ServedLoad:
-        """The figures of both sides' blocks, oldest first."""
+        """Return the figures of both sides' blocks, oldest first."""
         blocks = [
             BlockInUse(
                 len(requests),
@@ -138,7 +140,7 @@ class LoadInUse:
         return side if self.profile is None else replace(side, parts=PartsInUse.of(result.records))
 
     def prompt_speed(self, shown: Sequence[BlockInUse]) -> float:
-        """Prompt tokens per second of the baseline: of the request that was read fastest."""
+        """Return prompt tokens per second of the baseline: of the request that was read fastest."""
         return max(
             (
                 len(request.prompt) / ttft
@@ -151,7 +153,7 @@ class LoadInUse:
         )
 
     def with_profile(self, in_use: ServedLoad, served: ServedLoad) -> ServedLoad:
-        """`in_use` with the figures of this profile.
+        """Return `in_use` with the figures of this profile.
 
         served: the results of both sides' blocks
         """
@@ -177,7 +179,7 @@ class PlannedProfile:
 
 @dataclass(frozen=True)
 class RequestSource:
-    """The sources of requests besides the text, if a load as in use is sent."""
+    """Return the sources of requests besides the text, if a load as in use is sent."""
 
     context: int
     """The most tokens of a request that both servers accept."""
@@ -194,7 +196,7 @@ def plan_load(
     source: RequestSource,
     canary: Sequence[Continuation],
 ) -> LoadInUse:
-    """Blocks of requests that come as fast as the baseline's repeats say.
+    """Plan blocks of requests that come as fast as the baseline's repeats say.
 
     servers: the running servers, which are asked what kinds of requests they accept
     text: token ids that prompts are cut from
@@ -220,7 +222,7 @@ def shape_of(
     source: RequestSource,
     taken: Sequence[KindsTaken],
 ) -> UseShape:
-    """The rates and lengths of a block's requests."""
+    """Return the rates and lengths of a block's requests."""
     levels = [level for level in measured if level.baseline]
     rates = [median(repeat.output_throughput for repeat in level.baseline) / MEAN_ANSWER for level in levels]
     first, last = FIRST_LOAD * rates[0], LAST_LOAD * max(rates)
@@ -249,7 +251,7 @@ def plan_profile_load(
     shown: Sequence[BlockInUse],
     elapsed: float,
 ) -> LoadInUse | None:
-    """Blocks of the profile that the workload asks for; None where it asks for none.
+    """Plan blocks of the profile that the workload asks for; None if it asks for none.
 
     shown: what the baseline's server showed of the load `in_use`, whose longest prompts say how fast it reads
     elapsed: seconds that the run has taken so far; a profile takes a share of this
@@ -274,7 +276,9 @@ def plan_profile_load(
 
 
 def prompt_speed(levels: Sequence[MeasuredM], workload: WorkloadSettings) -> float:
-    """Prompt tokens per second of the baseline: M prompts come at once, the last first token ends them."""
+    """Return prompt tokens per second of the baseline: M prompts come at once, the last first token ends
+    them.
+    """
 
     def of(level: MeasuredM, repeat: Repeat) -> float:
         together = min(level.m, repeat.requests)

@@ -1,6 +1,6 @@
 """Measures two servers, or three with a rival, side by side in blocks of repeats until every M is decided.
 
-It chooses the blocks and their order; `statistics/decide.py` decides, `repeats.py` runs a repeat.
+The module chooses the blocks and their order; `statistics/decide.py` decides, `repeats.py` runs a repeat.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,11 +39,12 @@ def measure(
     restart: Callable[[], None] | None = None,
     is_judged: bool = True,
 ) -> tuple[list[MeasuredM], list[Decision]]:
-    """Block after block over all undecided Ms, so that a slow minute of the machine affects every M alike.
+    """Run block after block over all undecided Ms, so that a slow minute of the machine affects every M
+    alike.
 
-    If blocks are too correlated to decide, the servers are restarted for each group of blocks. It ends early
-    once every M is decided, once one M has failed or the artifact certainly stalls and every M has had its
-    first look, and at the first failed request, which decides by itself.
+    If blocks are too correlated to decide, the servers are restarted for each group of blocks. Measuring ends
+    early once every M is decided, once one M has failed or the artifact certainly stalls and every M has had
+    its first look, and at the first failed request, which decides by itself.
 
     is_judged: whether these speeds are the formats'; if not, every M gets its first look, and no decision
     """
@@ -80,7 +81,7 @@ def measure(
 def _look_once(
     servers: "Servers", measured: Sequence[MeasuredM], test: SequentialTest, clock: StageClock
 ) -> None:
-    """The blocks of the first look at every M; they end at the first failed request."""
+    """Run the blocks of the first look at every M; they end at the first failed request."""
     blocks = min(LOOKS[0], test.max_blocks)
     with progress_bar(total=blocks, desc="blocks", unit="block", shown=clock.shown) as bar:
         for _ in range(blocks):
@@ -156,7 +157,7 @@ def _decide_in_groups(
 
 
 def _estimate(measured: Sequence[MeasuredM], test: SequentialTest) -> str:
-    """An estimate of the blocks' time, from the speeds of the warm-up."""
+    """Return an estimate of the blocks' time, from the speeds of the warm-up."""
     warmed = [repeat for level in measured for block in level.warmups[-1:] for repeat in block.repeats]
     first = [max(repeat.ttfts, default=0.0) for repeat in warmed]
     in_a_round = sum(
@@ -175,7 +176,7 @@ def _sentence(m: int, decision: Decision) -> str:
 
 
 def _given_up(decisions: Sequence[Decision], blocks: int) -> bool:
-    """Whether one M has failed, so that the others need no more than their first look."""
+    """Say whether one M has failed, so that the others need no more than their first look."""
     return blocks > LOOKS[0] and any(decision.status == "fail" for decision in decisions)
 
 
@@ -200,7 +201,7 @@ class Servers:
     rival: Rival | None = None
 
     def settled_against_rival(self, measured: Sequence[MeasuredM]) -> set[int]:
-        """The Ms at which the comparison with the rival needs no further block."""
+        """Return the Ms at which the comparison with the rival needs no further block."""
         ms = {level.m for level in measured}
         if self.rival is None:
             return ms
@@ -208,7 +209,7 @@ class Servers:
         return ms - {m for m, decision in decisions.items() if not decision.final}
 
     def warm_up(self, level: MeasuredM) -> bool:
-        """Short repeats of every side, kept as first looks; false if a request failed.
+        """Run short repeats of every side, kept as first looks; return false if a request failed.
 
         The baseline goes first: its speed sets the artifact's deadline.
         """
@@ -223,7 +224,7 @@ class Servers:
         return True
 
     def run_block(self, level: MeasuredM, restarts: int = 0) -> bool:
-        """Add a block to `level`; false if a request failed, which leaves the block unfinished."""
+        """Add a block to `level`; return false if a request failed, which leaves the block unfinished."""
         index = len(level.blocks)
         block = self._block(index, workload_spec(self.workload, level.m, self.text, index))
         level.blocks.append(replace(block, restarts=restarts))
@@ -252,7 +253,7 @@ class Servers:
 
 
 def workload_spec(workload: WorkloadSettings, m: int, text: Sequence[int], seed: int) -> WorkloadSpec:
-    """The requests of one repeat at M; artifact and baseline repeats of the same `seed` send the same
+    """Return the requests of one repeat at M; artifact and baseline repeats of the same `seed` send the same
     prompts.
     """
     request = workload.at(m)

@@ -1,6 +1,6 @@
 """Judges a gate run: every check, the curve and the status, from its raw figures alone.
 
-A pure function, called when a verdict is given and again whenever one is read (`record.py`).
+Judging is a pure function, called when a verdict is given and again whenever one is read (`record.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +54,9 @@ class Judgement:
 
 
 def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Judgement:
-    """Every check, in the order in which they are shown; each is a pure function of its arguments."""
+    """Return every check, in the order in which they are shown; each check is a pure function of its
+    arguments.
+    """
     curve = curve_of(evidence.measured, workload, bounds)
     in_turns = all(took_turns(level) for level in evidence.measured)
     broken_off = next(
@@ -112,7 +114,9 @@ def judge(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> Jud
 
 
 def _checks_in_use(evidence: Evidence, workload: WorkloadSettings, bounds: Bounds) -> list[CheckResult]:
-    """The checks of a load as in use, and of the servers at rest after it; none if it was not sent."""
+    """Return the checks of a load as in use, and of the servers at rest after it; none if no such load was
+    sent.
+    """
     if evidence.in_use is None or evidence.at_rest is None:
         return []
     answers = evidence.in_use.answers

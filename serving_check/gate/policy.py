@@ -46,17 +46,21 @@ Declared = Mapping[str, float]
 
 
 def declarable() -> list[str]:
-    """The names that a recipe may set."""
+    """Return the names that a recipe may set."""
     return [field.name for kind in (Bounds, ReleasePolicy) for field in fields(kind)]
 
 
 def declared_by(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """The bounds and policy settings that a recipe sets. UserError if that is no number."""
+    """Return the bounds and policy settings that a recipe sets. A value that is no number raises
+    UserError.
+    """
     return {name: checked_bound(name, recipe[name]) for name in declarable() if recipe.get(name) is not None}
 
 
 def lowered(declared: Declared) -> list[str]:
-    """The settings that a recipe lowers, one line each: `throughput floor 0.8 (the policy says 0.93)`."""
+    """Return the settings that a recipe lowers, one line each: `throughput floor 0.8 (the policy says
+    0.93)`.
+    """
     return [
         f"{_words(name)} {value:g} (the policy says {_default(name):g})"
         for name, value in declared.items()
@@ -65,7 +69,9 @@ def lowered(declared: Declared) -> list[str]:
 
 
 def is_weaker(name: str, value: float, than: float) -> bool:
-    """Whether a bound is easier to meet at `value`: `max_…` and `most_…` when higher, others when lower."""
+    """Say whether a bound is easier to meet at `value`: `max_…` and `most_…` when higher, others when
+    lower.
+    """
     return value > than if name.startswith(("max_", "most_")) else value < than
 
 
@@ -76,7 +82,7 @@ def weaker_settings(
     declared: Declared,
     kv_cache_dtype: str | None,
 ) -> list[str]:
-    """The settings that are weaker than the policy, as the recipe lowers it, known before anything is
+    """Return the settings that are weaker than the policy, as the recipe lowers it, known before anything is
     measured.
 
     kv_cache_dtype: how the artifact's keys and values are stored; None if that is not known
@@ -113,7 +119,9 @@ def weaker_settings(
 
 
 def weaker(verdict: Verdict) -> list[str]:
-    """Everything in which a verdict is weaker than the policy; empty if it may be published."""
+    """Return everything in which a verdict is weaker than the policy; empty if the verdict may be
+    published.
+    """
     declared = verdict.declared
     kv_cache_dtype = verdict.artifact.kv_cache_dtype
     found = weaker_settings(
@@ -170,9 +178,11 @@ def _words(name: str) -> str:
 
 
 def unlike_options(environment: Environment) -> list[str]:
-    """The options in which the starts of the two servers differ, except those that apply to an artifact only.
+    """Return the options in which the starts of the two servers differ, except those that apply to an
+    artifact only.
 
-    Empty for two kinds of engine, and if a server was running already: its options are not known.
+    The result is empty for two kinds of engine, and if a server was running already: its options are not
+    known.
     """
     if environment.engine_options is None or environment.baseline_engine_options is None:
         return []
@@ -210,7 +220,7 @@ def first_lines(
     stored_as: str | None = None,
     speed_not_judged: str | None = None,
 ) -> list[str]:
-    """The first lines of a verdict and a card; empty if everything was judged by the unchanged policy.
+    """Return the first lines of a verdict and a card; empty if everything was judged by the unchanged policy.
 
     other_inputs: what the model takes besides text
     unlike: the options that the servers do not share, as `unlike_options` finds them

@@ -1,6 +1,6 @@
 """Reads a verdict back and judges it again from its raw figures, to find contradictions.
 
-This detects edits, not forgeries: only a signature protects against made-up raw figures.
+Reading a verdict detects edits, not forgeries: only a signature protects against made-up raw figures.
 """
 
 import math
@@ -27,12 +27,14 @@ WORDS = ("measured", "bound", "reason")
 
 
 def claimed_by(verdict: Verdict) -> str:
-    """The batch invariance that the artifact's server was started with; a server by URL claims none."""
+    """Return the batch invariance that the artifact's server was started with; a server by URL claims
+    none.
+    """
     return str((verdict.environment.engine_options or {}).get("batch_invariance", TUNED))
 
 
 def judged_again(verdict: Verdict) -> Verdict:
-    """The verdict with the status, checks, curve and policy that follow from its raw figures."""
+    """Return the verdict with the status, checks, curve and policy that follow from its raw figures."""
     found = _judged(verdict)
     weak = tuple(weaker(verdict))
     return replace(
@@ -46,7 +48,9 @@ def judged_again(verdict: Verdict) -> Verdict:
 
 
 def parse_verdict(path: Path) -> Verdict:
-    """The verdict as it is in the file. UserError if the file is absent, not JSON, or not a verdict."""
+    """Return the verdict as it is in the file. A file that is absent, not JSON, or not a verdict raises
+    UserError.
+    """
     if not path.exists():
         raise UserError(f"there is no {path}; run `pipeline validate {path.parent}` first")
     value = read_json_object(path, advice="validate again")
@@ -64,7 +68,7 @@ def parse_verdict(path: Path) -> Verdict:
 
 
 def contradictions(verdict: Verdict) -> list[str]:
-    """Statements of a verdict that do not follow from its raw figures, a line for each contradiction.
+    """Return statements of a verdict that do not follow from its raw figures, a line for each contradiction.
 
     The words of a check may differ if another version of Scalegate wrote them; its figures may not.
     """
@@ -91,7 +95,7 @@ def contradictions(verdict: Verdict) -> list[str]:
 
 
 def _judged(verdict: Verdict) -> Judgement:
-    """UserError if a gate could not have measured such raw figures."""
+    """Raise UserError if a gate could not have measured such raw figures."""
     try:
         return judge(verdict.evidence, verdict.workload, verdict.bounds)
     except (ArithmeticError, ValueError, LookupError, TypeError) as error:
@@ -116,7 +120,7 @@ def _of_the_checks(verdict: Verdict, found: Judgement) -> list[str]:
 
 
 def _of_the_settings(verdict: Verdict) -> list[str]:
-    """Contradictions between the repeats and the workload's settings."""
+    """Yield contradictions between the repeats and the workload's settings."""
     problems = []
     measured, workload = verdict.evidence.measured, verdict.workload
     if tuple(level.m for level in measured) != workload.measured_ms:
@@ -140,7 +144,7 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
 
 
 def _of_the_claim(verdict: Verdict) -> list[str]:
-    """Contradictions between the claimed batch invariance and its figures."""
+    """Yield contradictions between the claimed batch invariance and its figures."""
     claim, company = claimed_by(verdict), verdict.evidence.company
     proved = TUNED if company is None else company.claim
     if proved == claim:
@@ -165,7 +169,9 @@ def _is_whole(measured: MeasuredM) -> bool:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equal, except for the last digits of a float, and for tuples that JSON turned into lists."""
+    """Say whether two values are equal, except for the last digits of a float, and for tuples that JSON
+    turned into lists.
+    """
     if isinstance(left, float) and isinstance(right, float | int):
         return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     if isinstance(left, Mapping) and isinstance(right, Mapping):

@@ -79,7 +79,7 @@ class Repeats:
         )
 
     def _idle_processes(self, endpoint: Endpoint) -> list[int]:
-        """The processes of the other server, artifact's or baseline's, if it was started here."""
+        """Return the processes of the other server, artifact's or baseline's, if it was started here."""
         sides = [side for side in (self.artifact, self.baseline) if side is not None]
         if (now := time.monotonic()) > self._looked_for + LOOKED_FOR_EVERY_S:
             self._processes = {side.base_url: side.processes() for side in sides}
@@ -90,15 +90,15 @@ class Repeats:
         return [pid for other in others for pid in self._processes.get(other.base_url, ())]
 
     def _others_time(self) -> CoresTime | None:
-        """The time of the servers' cores that neither the servers nor this driver use; None if it is not
-        known.
+        """Return the time of the servers' cores that neither the servers nor this driver use; None if it is
+        not known.
         """
         passed = cores_time(usable_by(self._own)) if self._own else None
         return passed and CoresTime(passed.busy - cpu_seconds(self._own), passed.stolen)
 
     def _deadline(self, spec: WorkloadSpec) -> float:
-        """The time limit of a request; the spec's own until the baseline was measured at this M or a lower
-        one.
+        """Return the time limit of a request; the spec's own until the baseline was measured at this M or a
+        lower one.
         """
         known = [m for m in self._slowest if m <= spec.m]
         if not known:
@@ -107,7 +107,7 @@ class Repeats:
         return deadline_from(self._slowest[nearest] * spec.output_len * spec.m / nearest)
 
     def texts_to_score(self) -> list[ServedText]:
-        """The answers to score, spread over all repeats, most of them of the largest M."""
+        """Return the answers to score, spread over all repeats, most of them of the largest M."""
         largest = max(self._texts, default=0)
         return [
             text
@@ -117,7 +117,7 @@ class Repeats:
 
 
 def _between(before: CoresTime | None, after: CoresTime | None) -> tuple[float | None, float | None]:
-    """The busy and the stolen seconds between two readings; None if they are not known."""
+    """Return the busy and the stolen seconds between two readings; None if they are not known."""
     if before is None or after is None:
         return None, None
     passed = after.since(before)
@@ -125,11 +125,11 @@ def _between(before: CoresTime | None, after: CoresTime | None) -> tuple[float |
 
 
 def deadline_from(seconds: float) -> float:
-    """The artifact's deadline in seconds if the baseline's slowest request took `seconds`."""
+    """Return the artifact's deadline in seconds if the baseline's slowest request took `seconds`."""
     return DEADLINE_FACTOR * seconds + DEADLINE_S
 
 
 def tpot_of(repeats: Sequence[Repeat]) -> float | None:
-    """The quickest repeat's median seconds per token."""
+    """Return the quickest repeat's median seconds per token."""
     medians = [sorted(repeat.tpots)[len(repeat.tpots) // 2] for repeat in repeats if repeat.tpots]
     return min(medians, default=None)

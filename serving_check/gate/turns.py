@@ -33,7 +33,7 @@ LONG_S = 720.0
 
 
 def require_groups(workload: WorkloadSettings) -> None:
-    """UserError if the workload allows too few blocks to decide anything in turns."""
+    """Raise UserError if the workload allows too few blocks to decide anything in turns."""
     if workload.max_blocks < LEAST_BLOCKS:
         raise UserError(
             f"the servers do not fit in memory together and take turns, which needs --max-blocks "
@@ -42,7 +42,7 @@ def require_groups(workload: WorkloadSettings) -> None:
 
 
 def announce(seconds: float, groups: SequentialTest, clock: StageClock) -> None:
-    """Print how long the turns will take; a warning with ways to shorten them, if that is long.
+    """Print how long the turns will take; print a warning with ways to shorten them, if that is long.
 
     seconds: how long the first group took
     """
@@ -83,7 +83,9 @@ class Turns:
     _met: set[str] = field(default_factory=set, init=False)
 
     def measure(self, clock: StageClock) -> list[MeasuredM]:
-        """Group after group over all undecided Ms. UserError if the workload allows too few blocks."""
+        """Run group after group over all undecided Ms. A workload that allows too few blocks raises
+        UserError.
+        """
         require_groups(self.workload)
         measured = [MeasuredM(m) for m in self.workload.measured_ms]
         test = sequential_test(measured, self.workload, self.floor)
@@ -113,7 +115,7 @@ class Turns:
         return measured
 
     def has_failed(self, measured: Sequence[MeasuredM]) -> bool:
-        """Whether a request or an M failed."""
+        """Say whether a request or an M failed."""
         if any(block.errors for level in measured for block in level.blocks):
             return True
         return self.is_judged and any(decision.status == "fail" for decision in self._decisions(measured))
@@ -134,7 +136,7 @@ class Turns:
         ]
 
     def _turn(self, side: str, due: Sequence[MeasuredM], blocks: dict[int, list[Block]]) -> bool:
-        """Runs one side's repeats of a group; false if a request failed."""
+        """Run one side's repeats of a group; return false if a request failed."""
         endpoint, failed = self.take(side, [level.m for level in due])
         if failed is not None:
             _of(side, blocks[failed.m][0]).append(failed.repeat)
@@ -153,7 +155,7 @@ class Turns:
         return True
 
     def take(self, side: str, ms: Sequence[int]) -> tuple[Endpoint, "FailedWarmUp | None"]:
-        """Start that side's server if it is not up, with a warm-up at these Ms; returns its endpoint, and the
+        """Start that side's server if it is not up, with a warm-up at these Ms; return its endpoint, and the
         first repeat of the warm-up that failed."""
         fresh = self.servers.up != side
         endpoint = self.servers.take(side)

@@ -26,7 +26,7 @@ that are too fast, is one of them only if the baseline is emulated."""
 def unjudged_checks(
     checks: Sequence[CheckResult], emulated: Sequence[EmulatedProducts]
 ) -> tuple[CheckResult, ...]:
-    """The checks, with those of speed unknown if it was emulated."""
+    """Return the checks, with those of speed unknown if it was emulated."""
     if not emulated:
         return tuple(checks)
     reason = (
@@ -47,7 +47,7 @@ def unjudged_checks(
 def unjudged_curve(
     curve: Sequence[CurvePoint], emulated: Sequence[EmulatedProducts]
 ) -> tuple[CurvePoint, ...]:
-    """The curve, without a result at any M if it was emulated."""
+    """Return the curve, without a result at any M if speed was emulated."""
     if not emulated:
         return tuple(curve)
     beside_rival = [

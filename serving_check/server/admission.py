@@ -75,7 +75,7 @@ class Admission:
         )
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The request's body; None if the client left before its end."""
+        """Return the request's body; None if the client left before its end."""
         chunks: list[bytes] = []
         size = 0
         try:
@@ -110,7 +110,7 @@ class Admission:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """`receive` as it was before the body was read."""
+    """Return `receive` as it was before the body was read."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -120,7 +120,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, drain: bool, receive: Receive, send: Send) -> None:
-    """Answer with the error and close. A client may finish sending first: a reset could overtake the
+    """Answer with the error and close. A client may finish sending first, since a reset could overtake the
     answer."""
     response = error.response()
     start: dict[str, Any] = {"type": "http.response.start", "status": error.status}

@@ -1,6 +1,6 @@
 """The HTTP routes: OpenAI's completions and chat over one engine, and an operator's endpoints.
 
-Not for starting anything: `run.py`.
+Nothing is started here: `run.py` does that.
 """
 
 import asyncio
@@ -62,7 +62,8 @@ def create_app(
     limits: ServerLimits,
     api_key: str | None,
 ) -> FastAPI:
-    """The application; `engine` must be ready, and is listened to from the moment the application starts.
+    """Return the application; `engine` must be ready, and is listened to from the moment the application
+    starts.
 
     workers: processes for the tokenizer's work; None if there is no tokenizer
     """
@@ -237,7 +238,7 @@ async def answer(
     api: Api,
     headers: dict[str, str],
 ) -> Response:
-    """The answer to a request, streamed or whole, as the request asks."""
+    """Return the answer to a request, streamed or whole, as the request asks."""
     if not body.stream:
         response = await unless_disconnected(request, collect(generation, api))
         response.headers.update(headers)
@@ -272,7 +273,9 @@ async def stream(
     api: Api,
     options: StreamOptions,
 ) -> AsyncIterator[bytes]:
-    """Server-sent events, one for each sequence with new tokens; all ready ones are written at once."""
+    """Yield server-sent events, one for each sequence with new tokens; all ready events are written at
+    once.
+    """
     head = {**api.head, "object": api.chunk_object}
     encoded_head = ENCODE(head)
 

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP connection, with the limits it lacks: on headers, on unread answers, on how many there are.
+"""uvicorn's HTTP connection, with the limits it lacks: on headers, on unread answers, on the number of
+connections.
 
 Nothing here runs per token: timers exist only while a client is slow.
 """
@@ -70,7 +71,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().resume_writing()
 
     def _client_reads_again(self) -> None:
-        """Called when the client reads again or has gone."""
+        """Note that the client reads again or has gone."""
         if self._reading_due is not None:
             self._reading_due.cancel()
             self._reading_due = None

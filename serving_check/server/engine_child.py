@@ -1,6 +1,6 @@
 """The engine's own process: builds the engine, steps it, and talks over one pipe, without HTTP or text.
 
-It is a separate process because tokenizing, detokenizing and writing to sockets would hold the interpreter
+The process is separate because tokenizing, detokenizing and writing to sockets would hold the interpreter
 lock that the next step needs.
 """
 
@@ -91,7 +91,7 @@ class EngineFailure:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The engine did not accept this request; the user can put it right."""
+    """The message that the engine did not accept this request; the user can put it right."""
 
     request_id: str
     message: str
@@ -99,7 +99,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StepFailure:
-    """A step failed because of these requests; the engine continues without them."""
+    """The message that a step failed because of these requests; the engine continues without them."""
 
     request_ids: list[str]
     message: str
@@ -125,7 +125,7 @@ class StepReport:
 
 
 def run_engine(connection: Connection, describe: Describe, factory: EngineFactory) -> None:
-    """The process's main function. Ends when either process closes the other end of the pipe."""
+    """The process's main function. The loop ends when either process closes the other end of the pipe."""
     # The terminal's Ctrl-C and a container's SIGTERM reach the whole group; the parent drains, then closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,6 @@
-"""The API process's end of the pipe to the engine: submit, abort, hear, and know when it is dead."""
+"""The API process's end of the pipe to the engine: it submits, aborts, receives, and knows when the engine is
+dead.
+"""
 
 import asyncio
 import os
@@ -44,7 +46,7 @@ class NewTokens:
 class Mailbox:
     """New tokens of all sequences of one HTTP request; its one reader takes all of them at once.
 
-    So a slow reader can catch up: it then writes fewer, longer chunks.
+    So a slow reader can catch up by writing fewer, longer chunks.
     """
 
     def __init__(self) -> None:
@@ -75,7 +77,7 @@ class Mailbox:
         self._changed.set()
 
     async def take(self) -> dict[int, NewTokens]:
-        """Wait for new tokens and take them all, by sequence. Raises ApiError if the request failed."""
+        """Wait for new tokens and take them all, by sequence. ApiError is raised if the request failed."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
@@ -95,7 +97,9 @@ class _Sequence:
 
 
 class EngineClient:
-    """One engine process. `start` blocks until it is ready; `listen` joins it to the running event loop."""
+    """One engine process. The engine is started by `start`, which blocks until it is ready; `listen` joins it
+    to the running event loop.
+    """
 
     def __init__(self, describe: Describe, factory: EngineFactory, metrics: Metrics):
         self._connection, self._process = start_process(
@@ -113,21 +117,21 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """The id of the engine's process."""
+        """Return the id of the engine's process."""
         return self._process.pid
 
     def wait_until_described(self) -> ModelDescription:
-        """Block until the served model is known; the engine then loads it. UserError if unreadable."""
+        """Block until the served model is known; the engine then loads it. Raise UserError if unreadable."""
         description: ModelDescription = self._next_message()
         return description
 
     def wait_until_ready(self) -> EngineDescription:
-        """Block until the model is loaded and warm. UserError if it cannot be loaded."""
+        """Block until the model is loaded and warm. UserError is raised if the model cannot be loaded."""
         engine: EngineDescription = self._next_message()
         return engine
 
     def _next_message(self) -> Any:
-        """Wait for a message, before the event loop listens. UserError if the engine has failed."""
+        """Wait for a message, before the event loop listens. UserError is raised if the engine has failed."""
         try:
             message = self._connection.recv()
         except EOFError:
@@ -144,7 +148,7 @@ class EngineClient:
         return message
 
     def listen(self) -> None:
-        """From now on, deliver the engine's messages in the running event loop."""
+        """Deliver the engine's messages in the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection.fileno(), self._receive)
         # uvloop makes what it listens on non-blocking, where a full pipe and half a message are errors.
@@ -160,7 +164,7 @@ class EngineClient:
         self._send(Add(request_id, prompt, params))
 
     def abort(self, request_id: str) -> None:
-        """Stop one sequence and free its pages; does nothing if it has ended already."""
+        """Stop one sequence and free its pages; do nothing if the sequence has ended already."""
         if self._sequences.pop(request_id, None) is not None:
             self._metrics.finished("abort")
             self._send(Abort(request_id))

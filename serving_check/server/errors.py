@@ -12,7 +12,7 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
-    """An answer other than success; raised anywhere in the handling of a request."""
+    """An answer other than success, which is raised anywhere in the handling of a request."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class ApiError(Exception):
 
 
 def engine_unavailable(message: str) -> ApiError:
-    """The error if the engine has ended or the server is stopping: the client is not at fault and need not
-    retry."""
+    """Return the error if the engine has ended or the server is stopping: the client is not at fault and need
+    not retry."""
     return ApiError(message, status=503, type=SERVER_ERROR, code="engine_unavailable")
 
 
 def step_failed(message: str) -> ApiError:
-    """The error if the engine could not compute this request; other requests continue."""
+    """Return the error if the engine could not compute this request; other requests continue."""
     return ApiError(
         f"the engine failed on this request, and on no other: {message}",
         status=500,
@@ -79,7 +79,7 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """pydantic's first error, in one line."""
+    """Return pydantic's first error, in one line."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":

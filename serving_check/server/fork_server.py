@@ -1,9 +1,10 @@
-"""A server's engine and tokenizer in processes of their own, forked from one that has imported torch already.
+"""A server's engine and tokenizer in processes of their own, forked from a process that has imported torch
+already.
 
 Importing torch and the models' library takes over three CPU seconds in each process of a server, and a
 verdict starts two servers. While `fork_server` is open, servers started below this process have it fork their
-processes; without it, and if their environment differs, they are spawned.
-Not for GPUs, since a GPU's driver does not survive a fork.
+processes; without it, and if their environment differs, the processes are spawned. GPUs are excluded, since a
+GPU's driver does not survive a fork.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ picklable."""
 
 
 def start_process(main: Main, *arguments: Any, name: str) -> tuple[Connection, Process]:
-    """Start a process that runs `main(connection, *arguments)`; it ends with this one at the latest."""
+    """Start a process that runs `main(connection, *arguments)`; it ends with this process at the latest."""
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         address = os.environ.get(ADDRESS)
@@ -79,7 +80,7 @@ def start_process(main: Main, *arguments: Any, name: str) -> tuple[Connection, P
 
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str]) -> Iterator[None]:
-    """Import `modules` in a process that servers started meanwhile fork theirs from."""
+    """Import `modules` in a process from which servers started meanwhile fork their processes."""
     with (
         tempfile.TemporaryDirectory(prefix="scalegate-") as folder,
         socket.socket(socket.AF_UNIX) as listener,
@@ -139,7 +140,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class Request:
-    """The purpose of a forked process, and the surroundings that a spawned one would have."""
+    """The purpose of a forked process, and the surroundings that a spawned process would have."""
 
     environment: dict[str, str]
     cores: set[int]
@@ -154,7 +155,7 @@ class Request:
 
 
 def _fork(address: str, theirs: Connection, main: Main, arguments: Sequence[Any]) -> Process | None:
-    """The forked process; None if nobody listens at `address`, or if the fork server's environment
+    """Return the forked process; None if nobody listens at `address`, or if the fork server's environment
     differs."""
     job = pickle.dumps((main, arguments))
     if b"__main__" in job:
@@ -189,7 +190,9 @@ class ForkServer:
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
 
     def serve(self) -> None:
-        """Serve until standard input closes; the command that started this process holds its other end."""
+        """Serve until standard input closes; the command that started this process holds the input's other
+        end.
+        """
         while True:
             # One event at a time: it may close what another one is about.
             key, _ = self._selector.select()[0]

@@ -1,6 +1,6 @@
 """One HTTP request's sequences on their way from engine tokens to text, and their end.
 
-Not for JSON: that is `responses.py`.
+`responses.py` makes the JSON.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class Generation:
         return sum(text.tokens for text in self._texts)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Submit the sequences, then yield their news until all have ended. If it is left early, it aborts
-        the sequences that still run.
+        """Submit the sequences, then yield their news until all have ended. If the iteration is left early,
+        the sequences that still run are aborted.
         """
         try:
             for index, request_id in enumerate(self._ids):
@@ -122,14 +122,14 @@ class SequenceText:
         return Delta(index, text, new.token_ids, new.logprobs, new.finish_reason)
 
     def _decode(self, new: NewTokens) -> str:
-        """The text of these tokens; the token that ended the sequence is counted but not shown."""
+        """Return the text of these tokens; the token that ended the sequence is counted but not shown."""
         shown = new.token_ids[:-1] if new.finish_reason == "stop" else new.token_ids
         text = self._decoder.add(shown)
         return text if new.finish_reason is None else text + self._decoder.flush()
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
-    """The request's settings for the n-th sequence of a prompt, with its own seed."""
+    """Return the request's settings for the n-th sequence of a prompt, with its own seed."""
     if params.seed is None or index == 0:
         return params
     return dataclasses.replace(params, seed=(params.seed + index) & (2**63 - 1))

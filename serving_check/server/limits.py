@@ -9,7 +9,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds that are checked before the work they bound. UserError if a value is not allowed."""
+    """Bounds that are checked before the work that they bound. A value that is not allowed raises
+    UserError.
+    """
 
     max_body_mib: int = option(4, "Largest request body, in MiB; a larger body is answered 413.", minimum=1)
     max_prompts: int = option(

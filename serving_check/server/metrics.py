@@ -107,7 +107,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """All current figures, in the form of prometheus_client."""
+        """Return all current figures, in the form of prometheus_client."""
         stats = self._stats
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
         yield self._gauge(
@@ -158,7 +158,7 @@ class Metrics:
             )
 
     def _fixed(self) -> Iterator[Metric]:
-        """The facts that do not change while the server lives."""
+        """Yield the facts that do not change while the server lives."""
         if self.capacity is None:
             return
         yield self._gauge(
@@ -213,8 +213,8 @@ class Metrics:
         return family
 
     def _compiled(self) -> Metric:
-        """The counts of compilations. Without a monitor there is no sample, which a reader can tell from a
-        zero."""
+        """Return the counts of compilations. Without a monitor there is no sample, which a reader can tell
+        from a zero."""
         family = CounterMetricFamily(
             "scalegate:compilations",
             "Compilations and graph captures after warm-up: each is a pause that requests feel.",

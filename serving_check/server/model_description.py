@@ -1,6 +1,6 @@
 """The description of a checkpoint besides its weights, sent from the engine's process to the API's.
 
-In its own file because the engine's process needs nothing of HTTP.
+The description has its own file because the engine's process needs nothing of HTTP.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,9 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
-        """The defaults in a generation config. UserError if a value is outside a request's own bounds."""
+        """Return the defaults in a generation config. A value outside a request's own bounds raises
+        UserError.
+        """
         values = {key: config[key] for key in SAMPLING_KEYS if config.get(key) is not None}
         if values.get("top_k") == -1:
             values["top_k"] = 0

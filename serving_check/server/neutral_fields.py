@@ -1,7 +1,8 @@
 """Fields of OpenAI's and vLLM's requests that this server does not support, and their neutral values.
 
-Clients send many of them always. Fields without an effect on answers may hold anything. Any other field is
-refused if its value would change an answer, because a silently ignored parameter gives wrong results.
+Clients always send many of these fields. Fields without an effect on answers may hold anything. Any other
+field is refused if its value would change an answer, because a silently ignored parameter gives wrong
+results.
 """
 
 import re
@@ -79,9 +80,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-    """`body` without nulls and without known fields that have neutral values.
+    """Return `body` without nulls and without known fields that have neutral values.
 
-    PydanticCustomError if one of them has another value.
+    PydanticCustomError is raised if a known field has another value.
 
     own: the fields that the server itself supports
     """
@@ -101,7 +102,7 @@ def without_neutral(body: Mapping[str, Any], own: Iterable[str]) -> dict[str, An
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Whether `value` is one of the neutral values; true does not equal 1 here."""
+    """Say whether `value` is one of the neutral values; true does not equal 1 here."""
     return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in neutral)
 
 
@@ -119,13 +120,13 @@ def lenient_schema(schema: dict[str, Any]) -> None:
 
 
 class UnknownFields:
-    """Names, to the client and once each in the log, the fields that nobody knows."""
+    """Name the fields that nobody knows, to the client and once each in the log."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def headers(self, unknown: Iterable[str]) -> dict[str, str]:
-        """The header of an answer to a request with these fields; none if there are none."""
+        """Return the header of an answer to a request with these fields; none if there are none."""
         names = sorted(name if SAFE_NAME.fullmatch(name) else "?" for name in unknown)
         if not names:
             return {}

@@ -1,6 +1,6 @@
 """The contents of `/openapi.json`: every status that a route can answer with, and the schema of its answer.
 
-Not for checking requests; the models in `schema.py` do, and their JSON schemas are shown as they are.
+The models in `schema.py` check requests, and their JSON schemas are shown as they are.
 """
 
 from typing import Any

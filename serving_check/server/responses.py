@@ -23,12 +23,14 @@ def usage(generation: Generation) -> dict[str, int]:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {ENCODE(body)}\n\n".encode()
 
 
 def choice_event(head: str, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-    """The event of a chunk with one choice. head: the beginning of all chunks of a stream, encoded once"""
+    """Return the event of a chunk with one choice. head: the beginning of all chunks of a stream, encoded
+    once
+    """
     rest = "".join(f",{ENCODE(key)}:{ENCODE(value)}" for key, value in more.items())
     return f'data: {head[:-1]},"choices":[{ENCODE(choice)}]{rest}}}\n\n'.encode()
 
@@ -74,7 +76,7 @@ class Choice:
 
 
 class Completions:
-    """`text_completion` objects of one request."""
+    """Makes the `text_completion` objects of one request."""
 
     chunk_object = whole_object = "text_completion"
 
@@ -98,7 +100,7 @@ class Completions:
         """Number of characters in each sequence's text before the next token."""
 
     def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Choices of a stream before its first token, and the fields beside each."""
+        """Return the choices of a stream before its first token, and the fields beside each choice."""
         return []
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class Completions:
 def whole_extra(
     choice: Choice, prompt: list[int], asked: CompletionRequest | ChatCompletionRequest, texts: TokenTexts
 ) -> dict[str, Any]:
-    """vLLM's fields of a choice, if the request asks for them."""
+    """Return vLLM's fields of a choice, if the request asks for them."""
     extra: dict[str, Any] = {}
     if asked.return_token_ids:
         extra |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt}
@@ -162,7 +164,7 @@ def whole_extra(
 
 
 def _prompt_entry(token: int, entry: TokenLogprobs, count: int, texts: TokenTexts) -> dict[str, Any]:
-    """Log-probabilities by token id: of the most likely tokens, and of the token itself."""
+    """Return log-probabilities by token id: of the most likely tokens, and of the token itself."""
     found = [(other, logprob, rank) for rank, (other, logprob) in enumerate(entry.top[:count], 1)]
     if token not in (other for other, _, _ in found):
         found.append((token, entry.logprob, entry.rank or 0))
@@ -173,7 +175,7 @@ def _prompt_entry(token: int, entry: TokenLogprobs, count: int, texts: TokenText
 
 
 class ChatCompletions:
-    """`chat.completion` and `chat.completion.chunk` objects of one request."""
+    """Makes the `chat.completion` and `chat.completion.chunk` objects of one request."""
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
@@ -196,7 +198,9 @@ class ChatCompletions:
         self._parsers = [] if tools is None else [ToolParser(tools, asked.must_call, most) for _ in prompts]
 
     def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The role comes in its own chunk, before any text, together with the prompt's ids, as in vLLM."""
+        """Return the role comes in its own chunk, before any text, together with the prompt's ids, as in
+        vLLM.
+        """
         delta = {"role": "assistant", "content": ""}
         return [
             (
@@ -240,7 +244,7 @@ class ChatCompletions:
         return {**whole, **whole_extra(choice, self._prompts[choice.index], self._asked, self._texts)}
 
     def _parsed(self, new: Delta | Choice) -> tuple[str, list[ToolCall]]:
-        """The new text and the new calls; at the end, all that is left of them."""
+        """Return the new text and the new calls; at the end, return all that is left of them."""
         parser = self._parsers[new.index]
         text, calls = parser.feed(new.text)
         if new.finish_reason is not None:

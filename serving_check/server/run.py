@@ -58,7 +58,8 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT; returns when all is drained and the engine's process has ended.
 
-    EngineDied if the engine ended first: its requests were answered 503, and nothing is left to serve.
+    EngineDied is raised if the engine ended first: its requests were answered 503, and nothing is left to
+    serve.
     """
     with bind(options.host, options.port) as listener, leave_on_signal():
         metrics = Metrics()
@@ -105,7 +106,7 @@ def run_server(
 
 
 def _processes(engine: EngineClient, workers: TextWorkers | None) -> dict[str, list[int]]:
-    """The ids of the server's processes, by their task."""
+    """Return the ids of the server's processes, by their task."""
     return {
         "server": [os.getpid()],
         "engine": [] if engine.pid is None else [engine.pid],
@@ -114,7 +115,7 @@ def _processes(engine: EngineClient, workers: TextWorkers | None) -> dict[str, l
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there already, so that the port is ours before the model is loaded."""
+    """Return a socket that listens there already, so that the port is ours before the model is loaded."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -142,7 +143,7 @@ def url_of(listener: socket.socket) -> str:
 
 @contextmanager
 def leave_on_signal() -> Iterator[None]:
-    """Inside the `with` block, a signal to stop ends the process cleanly, before HTTP runs and after it has
+    """Let a signal to stop end the process cleanly inside the `with` block, before HTTP runs and after it has
     drained."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -59,8 +59,8 @@ functions."""
 
 
 class StopAtFirstError(FailFast):
-    """A list that is checked only up to its first error: a body of a million wrong items must not become a
-    million errors. Hashable, for unions.
+    """Return a list that is checked only up to its first error: a body of a million wrong items must not
+    become a million errors. Hashable, for unions.
     """
 
     def __hash__(self) -> int:
@@ -85,7 +85,7 @@ Prompt = str | TokenIds | list[str] | list[TokenIds]
 
 
 def _kind_of_prompt(prompt: object) -> str:
-    """The kind of a prompt by its first item, so that a long list is checked for one kind only."""
+    """Return the kind of a prompt by its first item, so that a long list is checked for one kind only."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else None
@@ -120,7 +120,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """The common part of the two APIs. None means the model's own default; null means None."""
+    """The common part of the two APIs. A field of None takes the model's own default, and null means None."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=lenient_schema
@@ -158,7 +158,7 @@ class GenerationRequest(Strict):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer has to satisfy."""
+        """Return the JSON schema that the answer has to satisfy."""
         return schema_of(self.response_format)
 
     @property
@@ -201,13 +201,13 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """The number of log-probabilities for the prompt's tokens; echo shows them as well."""
+        """Return the number of log-probabilities for the prompt's tokens; echo shows them as well."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in wanted if count is not None), default=None)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, as a list even if there is only one."""
+        """Return the prompts, as a list even if there is only one."""
         is_single = isinstance(self.prompt, str) or not isinstance(self.prompt[0], str | list)
         return [self.prompt] if is_single else self.prompt  # type: ignore[list-item, return-value]
 
@@ -217,7 +217,9 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def text_length(self) -> int:
-        """The number of characters to tokenize, plus the number of tokens to turn back into text for echo."""
+        """Return the number of characters to tokenize, plus the number of tokens to turn back into text for
+        echo.
+        """
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str) or self.echo)
 
 
@@ -261,7 +263,7 @@ class Tool(BaseModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """The call as it was sent, with its arguments as an object, which is the form that templates
+        """Return the call as it was sent, with its arguments as an object, which is the form that templates
         expect."""
         tool = self.model_dump(exclude_unset=True)
         arguments = self.function.arguments
@@ -297,7 +299,7 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message in the form of chat templates; parts of text are joined."""
+        """Return the message in the form of chat templates; parts of text are joined."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -326,7 +328,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """Return the tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -335,7 +337,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """The schema of calls, if the answer must be calls."""
+        """Return the schema of calls, if the answer must be calls."""
         if not self.must_call:
             return super().answer_schema
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
@@ -375,7 +377,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(Strict):
-    """`POST /tokenize` of a text."""
+    """The body of `POST /tokenize` of a text."""
 
     model: str | None = None
     prompt: str
@@ -384,7 +386,7 @@ class TokenizeRequest(Strict):
 
 
 class TokenizeChatRequest(Strict):
-    """`POST /tokenize` of a conversation."""
+    """The body of `POST /tokenize` of a conversation."""
 
     model: str | None = None
     messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -400,7 +402,7 @@ class TokenizeChatRequest(Strict):
         return self
 
     def chat(self) -> ChatCompletionRequest:
-        """The request whose prompt is meant."""
+        """Return the request whose prompt is meant."""
         return ChatCompletionRequest(
             messages=self.messages,
             add_generation_prompt=self.add_generation_prompt,

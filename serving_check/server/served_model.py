@@ -1,6 +1,6 @@
 """The API process's view of the model: its name, tokenizer, limits and its maker's sampling defaults.
 
-Not the weights: those are in the engine's process.
+The weights are in the engine's process.
 """
 
 import functools
@@ -34,12 +34,12 @@ class ServedModel:
 
     @functools.cached_property
     def most_characters(self) -> int:
-        """The most characters of a prompt: a longer text always has more tokens than the context."""
+        """Return the most characters of a prompt: a longer text always has more tokens than the context."""
         vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
         return self.max_model_len * max(map(len, vocabulary), default=1)
 
     def prompts_of(self, request: CompletionRequest) -> list[list[int]]:
-        """The request's prompts as token ids."""
+        """Return the request's prompts as token ids."""
         if any(isinstance(prompt, str) for prompt in request.prompts):
             self._tokenizer("prompt")
         prompts = encode_prompts(self.tokenizer, request, self.most_characters)[0]
@@ -47,8 +47,8 @@ class ServedModel:
         return prompts
 
     def prompt_texts(self, request: CompletionRequest) -> list[str] | None:
-        """The text that `echo` puts before each sequence: the prompt as it was sent, or the text of its
-        tokens.
+        """Return the text that `echo` puts before each sequence: the prompt as it was sent, or the text of
+        its tokens.
         """
         return echoed(self._tokenizer("echo"), request) if request.echo else None
 
@@ -59,7 +59,7 @@ class ServedModel:
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None if its template has no tools."""
+        """Return how the model writes calls of tools; None if its template has no tools."""
         template = getattr(self.tokenizer, "chat_template", None)
         return format_of("".join(template.values()) if isinstance(template, dict) else template)
 
@@ -86,7 +86,8 @@ class ServedModel:
         prompt_len: int,
         grammar: str | None = None,
     ) -> SamplingParams:
-        """The request's settings over the model's defaults; refuses a request that does not fit the context.
+        """Return the request's settings over the model's defaults; refuse a request that does not fit the
+        context.
 
         grammar: the grammar of the request's schema, if it has one
         """
@@ -163,7 +164,7 @@ class ServedModel:
 def encode_prompts(
     tokenizer: Any, request: CompletionRequest, most_characters: int
 ) -> tuple[list[list[int]], list[str] | None]:
-    """The request's prompts as token ids, and the texts that `echo` shows."""
+    """Return the request's prompts as token ids, and the texts that `echo` shows."""
     special = request.add_special_tokens
     prompts = [
         _encode(tokenizer, prompt, most_characters, "prompt", special) if isinstance(prompt, str) else prompt
@@ -178,7 +179,7 @@ def echoed(tokenizer: Any, request: CompletionRequest) -> list[str]:
 
 
 def encode_chat(tokenizer: Any, request: ChatCompletionRequest, most_characters: int) -> list[int]:
-    """The conversation through the tokenizer's own template, as token ids."""
+    """Render the conversation through the tokenizer's own template, as token ids."""
     try:
         text = tokenizer.apply_chat_template(
             [message.for_template() for message in request.messages],
@@ -196,12 +197,12 @@ def encode_chat(tokenizer: Any, request: ChatCompletionRequest, most_characters:
 
 
 def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    """The tokens of a text, for `/tokenize`. The size of the request's body limits the text."""
+    """Return the tokens of a text, for `/tokenize`. The size of the request's body limits the text."""
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
-    """The text of tokens, special tokens included, for `/detokenize`."""
+    """Return the text of tokens, special tokens included, for `/detokenize`."""
     return str(tokenizer.decode(token_ids))
 
 

@@ -42,14 +42,14 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Dis
 
 
 def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
-    """The JSON schema that an answer has to satisfy; None if it may be any text."""
+    """Return the JSON schema that an answer has to satisfy; None if it may be any text."""
     if isinstance(response_format, JsonSchemaFormat):
         return response_format.json_schema.json_schema
     return {"type": "object"} if isinstance(response_format, JsonObjectFormat) else None
 
 
 def schema_of_call(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of one call of a tool, whose arguments have the schema `parameters`; None for any."""
+    """Return the schema of one call of a tool, whose arguments have the schema `parameters`; None for any."""
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "arguments": parameters or {"type": "object"}},
@@ -59,9 +59,9 @@ def schema_of_call(name: str, parameters: dict[str, Any] | None) -> dict[str, An
 
 
 def compile_schema(tokenizer: Any, schema: dict[str, Any]) -> str:
-    """A grammar for the engine; runs in a worker, whose tokenizer it has no need of.
+    """Return a grammar for the engine; this runs in a worker, whose tokenizer it does not need.
 
-    ApiError if the schema is invalid, too large, or not supported.
+    ApiError is raised if the schema is invalid, too large, or not supported.
     """
     try:
         import llguidance

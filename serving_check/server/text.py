@@ -1,8 +1,8 @@
 """Tokens to text as they come: no broken characters between chunks, no part of a stop string let out.
 
-Not for whole texts: the tokenizer's own `decode` converts those, with the same results. tokenizers'
-`DecodeStream` is quicker but cannot be finished: the text that it holds back is lost at the end, and it holds
-back all text after broken bytes.
+Whole texts are converted by the tokenizer's own `decode`, with the same results. tokenizers' `DecodeStream`
+is quicker but cannot be finished: the text that it holds back is lost at the end, and it holds back all text
+after broken bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """The text held back, at the end of the sequence."""
+        """Return the text held back, at the end of the sequence."""
         if self._decode is None:
             return ""
         text = self._decode(self._window, skip_special_tokens=self._skip)
@@ -73,7 +73,7 @@ class StopStrings:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """The part of `text`, and of the text held back, that is certainly before any stop string."""
+        """Return the part of `text`, and of the text held back, that is certainly before any stop string."""
         if not self._stops or self.found:
             return "" if self.found else text
         text = self._held + text
@@ -88,17 +88,17 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """The end of the text that may be the beginning of a stop string."""
+        """Return the end of the text that may be the beginning of a stop string."""
         return self._held
 
     def flush(self) -> str:
-        """The text held back for a stop string that never came."""
+        """Return the text held back for a stop string that never came."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+        """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
         for length in range(min(len(stop) - 1, len(text)), 0, -1):
             if text.endswith(stop[:length]):
                 return length

@@ -50,11 +50,13 @@ class TextWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes that have been started."""
+        """Return the ids of the processes that have been started."""
         return [pid for worker in list(self._all) if (pid := worker.pid) is not None]
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(tokenizer, *arguments)`, both picklable. ApiError if that takes too long."""
+        """Return `function(tokenizer, *arguments)`, both picklable. ApiError is raised if that takes too
+        long.
+        """
         job = asyncio.get_running_loop().run_in_executor(self._threads, self._run, function, arguments)
         try:
             return await asyncio.wait_for(job, START_SECONDS)
@@ -121,11 +123,11 @@ class _Worker:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None before it is started."""
+        """Return the id of the process; None before it is started."""
         return None if self._started is None else self._started[1].pid
 
     def ask(self, job: Any, seconds: float) -> tuple[bool, Any]:
-        """Run a job. Returns whether it succeeded, and its result or the error that it raised."""
+        """Run a job. The result is whether the job succeeded, and its value or the error that it raised."""
         self.start()
         if self._started is None:
             raise EOFError
@@ -159,7 +161,7 @@ def _receive(connection: Connection, seconds: float) -> Any:
 
 
 def work(connection: Connection, tokenizer: Any) -> None:
-    """The process's main function. Ends when the other end of the pipe is closed."""
+    """The process's main function. The loop ends when the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -181,8 +183,8 @@ def work(connection: Connection, tokenizer: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, even in the middle of a job that does not end. For a forked
-    process the fork server does this.
+    """End this process when its parent ends, even in the middle of a job that does not end. The fork server
+    does this for a forked process.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

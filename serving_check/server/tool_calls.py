@@ -1,4 +1,5 @@
-"""Calls of tools in a model's output, for the forms that chat templates teach: found, cut out, parsed.
+"""Calls of tools in a model's output, for the forms that chat templates teach: calls are found, cut out and
+parsed.
 
 A model's form is read from its template. Not for running tools.
 """
@@ -36,7 +37,7 @@ MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[ARGS\])?(?=\{)")
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The form that a chat template teaches; None if the template has no tools, or an unknown form."""
+    """Return the form that a chat template teaches; None if the template has no tools, or an unknown form."""
     if not template or "tools" not in template:
         return None
     return next((form for form in FORMATS if any(mark in template for mark in form.template_marks)), None)
@@ -74,7 +75,7 @@ class ToolParser:
         """Number of calls so far."""
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Text that is certainly no part of a call, and the calls that are complete."""
+        """Return text that is certainly no part of a call, and the calls that are complete."""
         if self._is_call:
             self._call = (self._call or "") + text
             return "", []
@@ -102,7 +103,7 @@ class ToolParser:
             calls += new
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """The text and calls held back, at the end of the answer."""
+        """Return the text and calls held back, at the end of the answer."""
         if self._call is None:
             return self._begin.flush(), []
         bare = self._is_call or (self._form is LLAMA and self._call.lstrip().startswith("{"))
@@ -111,7 +112,7 @@ class ToolParser:
         return shown, calls
 
     def _split(self, text: str) -> tuple[str, str | None]:
-        """The text before `begin`, and the text after it; None if `begin` is not there yet."""
+        """Return the text before `begin`, and the text after it; None if `begin` is not there yet."""
         held = self._begin.held + text
         before = self._begin.feed(text)
         if not self._begin.found:
@@ -120,7 +121,7 @@ class ToolParser:
         return before, held.partition(self._form.begin)[2]
 
     def _parsed(self, body: str, whole: str) -> tuple[str, list[ToolCall]]:
-        """The calls in `body`, or `whole` as text if it has none."""
+        """Return the calls in `body`, or `whole` as text if `body` has no calls."""
         calls = calls_in(body)
         if not calls:
             return whole, []
@@ -130,7 +131,7 @@ class ToolParser:
 
 
 def calls_in(body: str) -> list[ToolCall]:
-    """All calls in `body`; none if any part of it is something else."""
+    """Return all calls in `body`; none if any part of it is something else."""
     calls = []
     rest = body.strip()
     try:
@@ -157,6 +158,6 @@ def _call(value: dict[str, Any]) -> ToolCall:
 
 
 def numbered(calls: list[ToolCall], first: int) -> Iterator[dict[str, Any]]:
-    """The calls in the form of a stream; each call is complete and has its number."""
+    """Yield the calls in the form of a stream; each call is complete and has its number."""
     for index, call in enumerate(calls, first):
         yield {"index": index, **call.to_json()}

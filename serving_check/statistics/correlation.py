@@ -3,7 +3,8 @@
 The model is a first-order autoregression: each value inherits the share `rho` of its predecessor's deviation.
 Few values estimate rho poorly and too low, because deviations are taken from their own mean. So the estimate
 is inverted through the average estimate of the same number of values under each rho (after Andrews, 1993),
-and an upper limit replaces it. For a random walk it then reaches `LARGEST`, at which nothing can be decided.
+and an upper limit replaces it. For a random walk this limit then reaches `LARGEST`, at which nothing can be
+decided.
 
 If the mean only has to tell where a random walk started, its limits are finite (`random_walk`).
 """
@@ -42,7 +43,8 @@ class VarianceInflation:
 class Autoregression(VarianceInflation):
     """The averages that `count` values of a first-order autoregression show.
 
-    Exact, from the covariance matrix R (R_ij = rho^|i-j|) and the centring matrix C = I - 11'/count.
+    The averages are exact, from the covariance matrix R (R_ij = rho^|i-j|) and the centring matrix C = I -
+    11'/count.
     """
 
     lag_one: float
@@ -52,12 +54,13 @@ class Autoregression(VarianceInflation):
 
     @property
     def of_variance(self) -> float:
-        """The variance of a value, over the variance that these values are expected to show."""
+        """Return the variance of a value, over the variance that these values are expected to show."""
         return self.cost / self.of_mean
 
 
 def upper_correlation(series: Sequence[Sequence[float]], caution: float = CAUTION) -> float:
-    """The upper limit of rho, 0 to LARGEST, from all series together, each [values] in the order of time.
+    """Return the upper limit of rho, 0 to LARGEST, from all series together, each [values] in the order of
+    time.
 
     caution: by how many standard errors the limit is above the estimate
     """
@@ -82,7 +85,7 @@ def upper_correlation(series: Sequence[Sequence[float]], caution: float = CAUTIO
 
 @lru_cache(maxsize=4096)
 def autoregression(count: int, rho: float) -> Autoregression:
-    """The averages for `count` values, at least 2, and a correlation rho from 0 to below 1."""
+    """Return the averages for `count` values, at least 2, and a correlation rho from 0 to below 1."""
     powers = [rho**lag for lag in range(count)]
     sums = [0.0]
     for power in powers:
@@ -102,10 +105,11 @@ def autoregression(count: int, rho: float) -> Autoregression:
 
 
 def random_walk(count: int) -> VarianceInflation:
-    """The inflation for a random walk of `count` values, at least 2, whose mean estimates its first value.
+    """Return the inflation for a random walk of `count` values, at least 2, whose mean estimates its first
+    value.
 
-    Exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk stays near its start, so its
-    cost is finite, while an autoregression's grows with rho without limit.
+    The inflation is exact, from the covariance matrix R_ij = min(i, j), counted from 0. A walk stays near its
+    start, so its cost is finite, while an autoregression's grows with rho without limit.
     """
     return VarianceInflation(cost=(count - 1) * (2 * count - 1) / (count + 1), freedom=WALK_FREEDOM)
 

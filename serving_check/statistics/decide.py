@@ -1,11 +1,12 @@
 """Decides from interleaved repeats whether a throughput ratio is above a floor, below it, or not yet known.
 
-Pure arithmetic on numbers already measured: not for running workloads, and not for any other check.
+The module is pure arithmetic on numbers already measured: workloads are run, and other checks are made,
+elsewhere.
 
 One *block* is a repeat of the artifact and one of the baseline close together in time, in alternating order
-(ABBA). It gives one log ratio: a slow machine slows both, and a linear drift cancels over two blocks. The
-ratio is a trimmed mean of the blocks (Tukey and McLaughlin, 1963), so that a burst of other work moves it
-little (`trimmed_mean.py`); its limits get wider with the correlation between blocks.
+(ABBA). A block gives one log ratio: a slow machine slows both repeats, and a linear drift cancels over two
+blocks. The ratio is a trimmed mean of the blocks (Tukey and McLaughlin, 1963), so that a burst of other work
+moves it little (`trimmed_mean.py`); its limits get wider with the correlation between blocks.
 
 The two errors are guarded separately:
 
@@ -13,9 +14,9 @@ The two errors are guarded separately:
 - wrongly passing: every M has to pass, so the worst M alone bounds the chance (an intersection-union test,
   Berger 1982).
 
-Either is spent over a few looks, half of it on the last one. No assumption on how looks depend on each other
-is needed for that, so stopping as soon as it is decided stays honest. The resulting error rates are in
-`tests/bench/results/gate/operating_characteristic.json`.
+Either error is spent over a few looks, half of it on the last look. No assumption on how looks depend on each
+other is needed for that, so stopping as soon as an M is decided stays honest. The resulting error rates are
+in `tests/bench/results/gate/operating_characteristic.json`.
 
 If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. Only
 effects of the machine outlast a restart. Effects on both sides alike do not correlate groups: even in a
@@ -87,19 +88,21 @@ class SequentialTest:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """The numbers of blocks after which a decision is attempted; the last is `max_blocks`."""
+        """Return the numbers of blocks after which a decision is attempted; the last is `max_blocks`."""
         looks = TURN_LOOKS if self.in_turns else LOOKS
         return (*(blocks for blocks in looks if blocks < self.max_blocks), self.max_blocks)
 
     @property
     def of_groups(self) -> "SequentialTest":
-        """The same test for groups of blocks, with the blocks that remain after the first `RESTART_FROM`."""
+        """Return the same test for groups of blocks, with the blocks that remain after the first
+        `RESTART_FROM`.
+        """
         groups = (self.max_blocks - RESTART_FROM) // GROUP
         return replace(self, max_blocks=groups, error=GROUPED_ERROR)
 
     @property
     def of_turns(self) -> "SequentialTest":
-        """The same test for groups of blocks by servers that take turns."""
+        """Return the same test for groups of blocks by servers that take turns."""
         groups = min(self.max_blocks // GROUP, TURN_LOOKS[-1])
         return replace(self, max_blocks=groups, error=TURN_ERROR, in_turns=True)
 
@@ -120,7 +123,9 @@ class SequentialTest:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision at one M. `low` and `high` are the limits with which it was made, corrected as above."""
+    """The decision at one M. `low` and `high` are the limits with which the decision was made, corrected as
+    above.
+    """
 
     status: Status
     ratio: float
@@ -136,28 +141,29 @@ class Decision:
 
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
-    """One block's log ratio of geometric means, from its repeats' throughputs on either side."""
+    """Return one block's log ratio of geometric means, from its repeats' throughputs on either side."""
     return fmean(map(math.log, artifact)) - fmean(map(math.log, baseline))
 
 
 def block_order(index: int, with_rival: bool = False) -> str:
-    """The order of the repeats in block `index`: `A` the artifact, `B` the baseline, `R` a rival."""
+    """Return the order of the repeats in block `index`: `A` the artifact, `B` the baseline, `R` a rival."""
     orders = ("ABR", "BRA") if with_rival else ("AB", "BA")
     return orders[index % 2]
 
 
 def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
-    """`decide_all` for one M alone."""
+    """Decide as `decide_all` does, for one M alone."""
     return decide_all([log_ratios], test)[0]
 
 
 def decide_all(
     series: Sequence[Sequence[float]], test: SequentialTest, by_estimate: Collection[int] = ()
 ) -> list[Decision]:
-    """The decision at each M after these blocks of each, oldest first.
+    """Return the decision at each M after these blocks of each, oldest first.
 
-    It is replayed from the first look, so it depends on the blocks alone, and a decision once reached stands.
-    Correlation between blocks comes from the machine and not from M, so it is estimated from all Ms together.
+    The decision is replayed from the first look, so it depends on the blocks alone, and a decision once
+    reached stands. Correlation between blocks comes from the machine and not from M, so it is estimated from
+    all Ms together.
 
     series:      log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
     by_estimate: the indices of those that pass by their ratio, if it is known to within `widest`, instead of
@@ -177,7 +183,7 @@ def decide_all(
 
 
 def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bool:
-    """Whether something is undecided because of a correlation that new servers may end."""
+    """Say whether something is undecided because of a correlation that new servers may end."""
     return (
         test.max_blocks >= LEAST_FOR_GROUPS
         and all(decision.final or decision.blocks >= RESTART_FROM for decision in decisions)
@@ -186,12 +192,12 @@ def needs_new_servers(decisions: Sequence[Decision], test: SequentialTest) -> bo
 
 
 def is_far_below(log_ratios: Sequence[float], floor: float) -> bool:
-    """Whether all ratios, at least one, are so far below the floor that one more look may be enough."""
+    """Say whether all ratios, at least one, are so far below the floor that one more look may be enough."""
     return bool(log_ratios) and max(log_ratios) < math.log(floor * HOPELESS)
 
 
 def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
-    """Whether two looks in a row were so far below the floor that measuring more would be a waste."""
+    """Say whether two looks in a row were so far below the floor that measuring more would be a waste."""
     return len(first_looks) >= 2 and is_far_below(first_looks, floor)
 
 
@@ -207,7 +213,7 @@ def _look(values: Sequence[float], test: SequentialTest, correlation: float, by_
 
 
 def _estimate(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:
-    """The estimate and the limits from `values`, without a decision."""
+    """Return the estimate and the limits from `values`, without a decision."""
     blocks = len(values)
     walk = test.in_turns
     low, high = interval(values, test.pass_error(blocks), test.fail_error(blocks), correlation, walk)
@@ -220,8 +226,8 @@ def _estimate(values: Sequence[float], test: SequentialTest, correlation: float)
 
 
 def correlation_of(series: Sequence[Sequence[float]], caution: float = CAUTION) -> float:
-    """An upper limit for the correlation of neighbouring blocks. Its cause is the machine, so all Ms count
-    together."""
+    """Return an upper limit for the correlation of neighbouring blocks. The cause of correlation is the
+    machine, so all Ms count together."""
     return upper_correlation([winsorized(values) for values in series if values], caution)
 
 
@@ -230,8 +236,8 @@ def _exp(value: float) -> float:
 
 
 def chance_of_as_many(ours: int, theirs: int, share: float) -> float:
-    """The chance that at least `ours` of all events fall on our `share` of the time, or of the answers, if
-    both sides have them alike: a binomial's tail."""
+    """Return the chance that at least `ours` of all events fall on our `share` of the time, or of the
+    answers, if both sides have events alike: a binomial's tail."""
     total = ours + theirs
     return math.fsum(
         math.comb(total, count) * share**count * (1 - share) ** (total - count)

@@ -1,7 +1,7 @@
-"""Draws Ms between the given ones, so that no server can be fast at the given ones alone.
+"""Draws Ms between the given ones, so that no server can be fast at the given Ms alone.
 
 Kernels and CUDA graphs are chosen in buckets of M that end at powers of two, if not closer. A power of two
-fills its bucket exactly, so a kernel that is slow for all other Ms would show at none of them.
+fills its bucket exactly, so a kernel that is slow for all other Ms would show at no power of two.
 """
 
 import math
@@ -23,8 +23,8 @@ def draw_between(ms: Sequence[int], seed: int) -> tuple[int, ...]:
 
 
 def _in_gap(low: int, high: int, generator: random.Random) -> list[int]:
-    """One M for each factor of `STEP` from `low` to `high`, and at least one: one fewer might be enough, but
-    would leave only the powers of two to draw between 1 and 8."""
+    """Return one M for each factor of `STEP` from `low` to `high`, and at least one: one fewer might be
+    enough, but would leave only the powers of two to draw between 1 and 8."""
     count = min(max(1, math.floor(math.log(high / low, STEP) + 1e-9)), high - low - 1)
     drawn = [low]
     for later in reversed(range(count)):

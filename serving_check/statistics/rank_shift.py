@@ -1,7 +1,7 @@
 """How far one sample lies above another, by ranks alone: no distribution is assumed, and a few disturbed
 values move it little (Hodges and Lehmann, 1963).
 
-Pure arithmetic; the caller decides.
+The module is pure arithmetic; the caller decides.
 """
 
 import math
@@ -11,15 +11,15 @@ from statistics import median
 
 
 def shift(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of all differences between a value of `above` and one of `below`."""
+    """Return the median of all differences between a value of `above` and one of `below`."""
     return median(_differences(above, below))
 
 
 def least_shift(above: Sequence[float], below: Sequence[float], error: float) -> float:
-    """The lower confidence limit of that shift, at a one-sided level of at most `error`.
+    """Return the lower confidence limit of that shift, at a one-sided level of at most `error`.
 
-    It uses the Mann-Whitney test's exact distribution, and so needs values without ties; it is -inf if there
-    are too few values.
+    The limit uses the Mann-Whitney test's exact distribution, and so needs values without ties; it is -inf if
+    there are too few values.
     """
     differences = _differences(above, below)
     total = math.comb(len(above) + len(below), len(above))
@@ -38,7 +38,7 @@ def _differences(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 @cache
 def _arrangements(ours: int, theirs: int, wins: int) -> int:
-    """The number of orders of these values in which ours are above theirs in `wins` pairs."""
+    """Return the number of orders of these values in which ours are above theirs in `wins` pairs."""
     if wins < 0:
         return 0
     if not ours or not theirs:

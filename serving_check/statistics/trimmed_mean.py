@@ -1,6 +1,6 @@
 """A series' trimmed mean and its confidence limits, as wide as the correlation between neighbours makes them.
 
-Pure arithmetic, with Student's t; `decide.py` decides by the limits.
+The module is pure arithmetic, with Student's t; `decide.py` decides by the limits.
 """
 
 import math
@@ -22,7 +22,7 @@ def interval(
     correlation: float = 0.0,
     at_most_a_walk: bool = False,
 ) -> tuple[float, float]:
-    """Confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
+    """Return confidence limits for the centre of `values`, one-sided levels each; infinite below two values.
 
     correlation: an upper limit for the correlation between neighbours
     at_most_a_walk: whether the values are at worst a random walk that starts at the first of them
@@ -61,7 +61,9 @@ def trimmed(values: Sequence[float]) -> TrimmedMean:
 
 
 def winsorized(values: Sequence[float]) -> list[float]:
-    """The values in their order, with the extremes replaced by the outermost value that is not trimmed."""
+    """Return the values in their order, with the extremes replaced by the outermost value that is not
+    trimmed.
+    """
     trim = len(values) // VALUES_PER_TRIM
     ordered = sorted(values)
     return [min(max(value, ordered[trim]), ordered[-1 - trim]) for value in values]
@@ -74,7 +76,7 @@ def _half_width(found: TrimmedMean, inflation: VarianceInflation, error: float) 
 
 @lru_cache
 def student_t_quantile(upper_tail: float, freedom: int) -> float:
-    """The t that a Student variable exceeds with probability `upper_tail`, which is below one half."""
+    """Return the t that a Student variable exceeds with probability `upper_tail`, which is below one half."""
     low, high = 0.0, 1.0
     while _student_t_tail(high, freedom) > upper_tail:
         low, high = high, 2 * high
@@ -88,7 +90,7 @@ def student_t_quantile(upper_tail: float, freedom: int) -> float:
 
 
 def _student_t_tail(t: float, freedom: int) -> float:
-    """P(T > t) for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return P(T > t) for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine_squared = math.cos(angle) ** 2
     odd = freedom % 2

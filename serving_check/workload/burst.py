@@ -1,7 +1,8 @@
-"""A burst of tiny requests, a fixed number in flight: it shows the cost of each request for a server.
+"""A burst of tiny requests, a fixed number in flight, which shows the cost of each request for a server.
 
-They are of every kind that the server accepts, one kind after the other, since a server may keep memory for
-one kind alone. Not for how fast tokens are generated: answers have one token (see `generator.py`).
+The requests are of every kind that the server accepts, one kind after the other, since a server may keep
+memory for one kind alone. A burst does not show how fast tokens are generated: answers have one token (see
+`generator.py`).
 """
 
 import asyncio
@@ -137,7 +138,7 @@ def _requests(
     kinds: Collection[Kind],
     prompts_each: int,
 ) -> Iterator[_Tiny]:
-    """Equally many of each kind, kind after kind, so that requests in flight are alike."""
+    """Yield equally many requests of each kind, kind after kind, so that requests in flight are alike."""
     chosen = [kind for kind in IN_TURN if kind in kinds]
     for index in range(requests):
         kind = chosen[index * len(chosen) // requests]
@@ -171,7 +172,7 @@ def _own_fields(kind: Kind, draw: random.Random) -> dict[str, Any]:
 
 
 async def _send(session: aiohttp.ClientSession, endpoint: Endpoint, request: _Tiny) -> str | None:
-    """The error of one request; None if there was none."""
+    """Return the error of one request; None if there was none."""
     try:
         async with session.post(endpoint.base_url + request.route, data=request.body) as response:
             if request.is_left and response.status == 200:

@@ -1,6 +1,6 @@
 """Random times and lengths: Poisson arrivals, log-uniform lengths, lengths within a budget.
 
-Not for the requests that have these times and lengths: `use_plan.py`.
+`use_plan.py` makes the requests that have these times and lengths.
 """
 
 import bisect
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 def poisson_times(
     generator: random.Random, seconds: float, first_rate: float, last_rate: float, least: int
 ) -> list[float]:
-    """The times of a Poisson process whose rate changes linearly over `seconds`.
+    """Return the times of a Poisson process whose rate changes linearly over `seconds`.
 
-    It is one process at the highest rate, thinned. Further times, up to `least`, are drawn from the same
-    density.
+    The process is drawn at the highest rate and thinned. Further times, up to `least`, are drawn from the
+    same density.
     """
     highest = max(first_rate, last_rate)
 
@@ -36,8 +36,8 @@ def poisson_times(
 
 
 def lengths_within(budget: int, generator: random.Random, count: int, least: int, longest: int) -> list[int]:
-    """Log-uniform lengths from `least` to below `longest`, or to a lower limit if their sum would exceed
-    `budget`."""
+    """Return log-uniform lengths from `least` to below `longest`, or to a lower limit if their sum would
+    exceed `budget`."""
     uniforms = stratified(generator, count)
     # The largest bound whose lengths can be paid; their sum rises with it.
     paid = bisect.bisect_right(
@@ -47,13 +47,15 @@ def lengths_within(budget: int, generator: random.Random, count: int, least: int
 
 
 def log_uniform(uniforms: Sequence[float], least: int, most: int) -> list[int]:
-    """Log-uniform whole numbers from `least` to below `most`, made from uniform numbers from 0 to below 1."""
+    """Return log-uniform whole numbers from `least` to below `most`, made from uniform numbers from 0 to
+    below 1.
+    """
     return [int(least * (most / least) ** uniform) for uniform in uniforms]
 
 
 def stratified(generator: random.Random, count: int) -> list[float]:
-    """Uniform numbers from 0 to below 1, one from each of `count` equal parts, so that blocks have equal
-    work."""
+    """Return uniform numbers from 0 to below 1, one from each of `count` equal parts, so that blocks have
+    equal work."""
     uniforms = [(part + generator.random()) / count for part in range(count)]
     generator.shuffle(uniforms)
     return uniforms

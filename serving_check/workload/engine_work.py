@@ -1,6 +1,6 @@
 """A server's own counts of its work during one run of a workload, from `/metrics` before and after it.
 
-Not for clients' figures, nor for sampled ones: `spec.py`.
+Clients' figures and sampled figures are in `spec.py`.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from ..adapters.series import SCALEGATE_SERIES, Series
 
 @dataclass(frozen=True)
 class EngineWork:
-    """Counts and sums over one run, or several added up; None if the server does not say."""
+    """Counts and sums over one run, or over several runs added up; None if the server does not say."""
 
     steps: float | None = None
     waiting_request_steps: float | None = None
@@ -40,8 +40,8 @@ class EngineWork:
 
     @classmethod
     def sum(cls, works: Iterable["EngineWork"]) -> "EngineWork":
-        """The sum of each figure over all runs. It is None if any run lacks the figure: a share of some runs
-        would look like a share of all.
+        """Return the sum of each figure over all runs. A sum is None if any run lacks the figure: a share of
+        some runs would look like a share of all.
         """
         listed = list(works)
         return cls(
@@ -50,7 +50,7 @@ class EngineWork:
 
     @property
     def waiting_mean(self) -> float | None:
-        """The mean number of waiting requests over steps."""
+        """Return the mean number of waiting requests over steps."""
         return _over(self.waiting_request_steps, self.steps)
 
     @property
@@ -59,19 +59,19 @@ class EngineWork:
 
     @property
     def host_ms(self) -> float | None:
-        """The host's milliseconds in a step, on average."""
+        """Return the host's milliseconds in a step, on average."""
         return _over(self.host_seconds, self.steps, 1000.0)
 
     @property
     def device_idle_share(self) -> float | None:
-        """The share of the time with requests to serve, 0 to 1."""
+        """Return the share of the time with requests to serve, 0 to 1."""
         if self.device_busy_seconds is None or self.device_idle_seconds is None:
             return None
         return _over(self.device_idle_seconds, self.device_busy_seconds + self.device_idle_seconds)
 
 
 def difference(before: dict[str, float], after: dict[str, float], series: str | None) -> float | None:
-    """The rise of a counter; None if the server does not have it."""
+    """Return the rise of a counter; None if the server does not have it."""
     later = total(after, series)
     return None if later is None else later - (total(before, series) or 0.0)
 
@@ -79,7 +79,9 @@ def difference(before: dict[str, float], after: dict[str, float], series: str | 
 def steps_by_running(
     before: dict[str, float], after: dict[str, float], series: Series
 ) -> dict[int, int] | None:
-    """The number of decode steps by the number of requests in them; None if the server does not say."""
+    """Return the number of decode steps by the number of requests in them; None if the server does not
+    say.
+    """
     counted = by_label(after, series.steps_by_running, "running")
     if not counted:
         return None
@@ -89,7 +91,7 @@ def steps_by_running(
 
 
 def preemptions(before: dict[str, float], after: dict[str, float], series: Series) -> int | None:
-    """How many requests were preempted; None if the server does not say."""
+    """Return how many requests were preempted; None if the server does not say."""
     count = difference(before, after, series.preemptions)
     return None if count is None else int(count)
 

@@ -1,6 +1,6 @@
 """The workload generator: M clients in one process, each sending its next request when its last has ended.
 
-Not for timing one request (`sending.py`), nor for requests at given times (`open_loop.py`).
+`sending.py` times one request, and `open_loop.py` sends requests at given times.
 """
 
 import asyncio
@@ -22,12 +22,14 @@ from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
 
 def run_workload(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
-    """Send `spec`'s requests to `endpoint` and wait for all answers; a failed one is recorded, not raised."""
+    """Send `spec`'s requests to `endpoint` and wait for all answers; a failed request is recorded, not
+    raised.
+    """
     return asyncio.run(run_workload_async(endpoint, spec))
 
 
 async def run_workload_async(endpoint: Endpoint, spec: WorkloadSpec) -> WorkloadResult:
-    """`run_workload` inside a running event loop."""
+    """Run `run_workload` inside a running event loop."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=spec.request_timeout)
     headers = endpoint.headers()
@@ -62,7 +64,9 @@ async def run_workload_async(endpoint: Endpoint, spec: WorkloadSpec) -> Workload
 async def _closed_loop(
     session: aiohttp.ClientSession, endpoint: Endpoint, spec: WorkloadSpec, origin: float
 ) -> list[RequestRecord]:
-    """Send the requests, at most `spec.m` at a time; their records in the order they were sent."""
+    """Send the requests, at most `spec.m` at a time; return their records in the order in which they were
+    sent.
+    """
 
     def streamed(prompt: list[int]) -> StreamedRequest:
         body = streamed_body(

@@ -55,7 +55,7 @@ def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -
 
 
 def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
-    """A request of that kind with a short answer."""
+    """Return a request of that kind with a short answer."""
     return PlannedRequest(
         at=0.0,
         kind=kind,
@@ -73,7 +73,7 @@ def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
 
 
 def _is_refused(endpoint: Endpoint, probe: PlannedRequest) -> bool:
-    """Whether the server knows no such field or route. Any other failure is left for the load to show."""
+    """Say whether the server knows no such field or route. Any other failure is left for the load to show."""
     headers = {"Content-Type": "application/json", **endpoint.headers()}
     body = json.dumps(body_of(endpoint, probe)).encode()
     request = urllib.request.Request(endpoint.base_url + probe.route, body, headers)

@@ -1,7 +1,6 @@
 """Sends requests at their planned times, whatever happened to earlier ones, and records each.
 
-Not for the requests themselves (`use_plan.py`), nor for a fixed number of requests at a time
-(`generator.py`).
+`use_plan.py` makes the requests, and `generator.py` sends a fixed number of requests at a time.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ class OpenLoopResult:
 def run_open_loop(
     endpoint: Endpoint, requests: Sequence[PlannedRequest], request_timeout: float
 ) -> OpenLoopResult:
-    """Send `requests` to `endpoint` and wait for all answers; a failed one is recorded, not raised."""
+    """Send `requests` to `endpoint` and wait for all answers; a failed request is recorded, not raised."""
     return asyncio.run(_run(endpoint, requests, request_timeout))
 
 
@@ -116,7 +115,7 @@ def streamed_request(endpoint: Endpoint, planned: PlannedRequest) -> StreamedReq
 
 
 def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
-    """The body of one request."""
+    """Return the body of one request."""
     body = streamed_body(
         endpoint, _prompt_of(planned), planned.output_len, planned.temperature, keeps_answer=True
     )
@@ -130,7 +129,7 @@ def _prompt_of(planned: PlannedRequest) -> Body:
 
 
 def _own_fields(planned: PlannedRequest) -> Body:
-    """The fields of a request that its kind adds."""
+    """Return the fields of a request that its kind adds."""
     if planned.temperature:
         several = {"n": planned.choices} if planned.choices > 1 else {}
         # Tokens are judged by the model's whole distribution, whatever its maker would leave out of it.

@@ -1,7 +1,7 @@
 """The requests of a profile of loads, mixed in one batch; the lengths of prompts and answers follow a trace.
 
-They come at random times, at a rate that leaves the baseline time between prompts, so that decoding shows by
-itself. Not for requests of all kinds: those are in `use_plan.py`.
+Requests come at random times, at a rate that leaves the baseline time between prompts, so that decoding shows
+by itself. Requests of all kinds are in `use_plan.py`.
 """
 
 import random
@@ -41,8 +41,8 @@ def shape_of_profile(
     context: int,
     longest_prompt: int,
 ) -> ProfileShape:
-    """As many requests as come in `seconds`; all lengths shorter by one factor, if the context does not hold
-    them or if `LEAST_REQUESTS` of them would take longer.
+    """Plan as many requests as come in `seconds`; all lengths are shorter by one factor, if the context does
+    not hold them or if `LEAST_REQUESTS` of them would take longer.
 
     prompt_speed, answer_speed: tokens per second that the baseline reads, and that it writes at its best M
     longest_prompt: the most tokens that a prompt cut from the text can have
@@ -61,7 +61,7 @@ def shape_of_profile(
 def plan_profile(
     seed: int, profile: Profile, shape: ProfileShape, text: Sequence[int]
 ) -> list[PlannedRequest]:
-    """The requests of one block, by arrival; the same ones for the same arguments.
+    """Return the requests of one block, by arrival; the same arguments give the same requests.
 
     text: token ids that prompts are cut from
     """

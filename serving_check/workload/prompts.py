@@ -11,7 +11,7 @@ from .spec import WorkloadSpec
 
 
 def prompts(spec: WorkloadSpec) -> Iterator[list[int]]:
-    """Endless prompts of `spec.input_len` tokens; the same ones for the same seed."""
+    """Yield endless prompts of `spec.input_len` tokens; the same seed gives the same prompts."""
     generator = random.Random(spec.seed)
     if spec.token_pool is None:
         return _random_prompts(generator, spec.input_len, spec.vocab_size)
@@ -37,7 +37,7 @@ class Slices:
         self._begun = {tuple(other[:beginning]) for other in others}
 
     def cut(self, length: int) -> list[int]:
-        """A slice that begins like no other; UserError if there is none."""
+        """Return a slice that begins like no other; UserError if there is none."""
         offsets = len(self._text) - length + 1
         first = self._generator.randrange(max(1, offsets))
         for offset in range(first, first + offsets):
@@ -52,7 +52,7 @@ class Slices:
         )
 
     def any(self, length: int) -> list[int]:
-        """A slice that may begin like another, at most as long as the text."""
+        """Return a slice that may begin like another, at most as long as the text."""
         offset = self._generator.randrange(max(1, len(self._text) - length + 1))
         return list(self._text[offset : offset + length])
 

@@ -1,6 +1,6 @@
 """The requests for a server, and their results: plain data, with the field's usual metrics.
 
-Not for sending anything: `sending.py`.
+`sending.py` sends the requests.
 """
 
 import itertools
@@ -44,7 +44,9 @@ class WorkloadSpec:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request as its client saw it. Times in seconds; `start` from the beginning of the measurement."""
+    """One request as its client saw it. Times are in seconds; `start` counts from the beginning of the
+    measurement.
+    """
 
     start: float
     ttft: float | None
@@ -70,21 +72,21 @@ class RequestRecord:
 
     @property
     def arrivals(self) -> list[float]:
-        """When each chunk arrived, on the clock of `start`."""
+        """Return when each chunk arrived, on the clock of `start`."""
         if self.ttft is None:
             return []
         return list(itertools.accumulate(self.itls, initial=self.start + self.ttft))
 
     @property
     def streamed_share(self) -> float | None:
-        """The share of the time from sending to the end that comes after the first chunk, 0 to 1."""
+        """Return the share of the time from sending to the end that comes after the first chunk, 0 to 1."""
         if self.error is not None or self.ttft is None or self.output_tokens < 2 or self.e2el <= 0:
             return None
         return (self.e2el - self.ttft) / self.e2el
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first: (E2EL − TTFT) / (output tokens − 1)."""
+        """Return seconds per output token after the first: (E2EL − TTFT) / (output tokens − 1)."""
         if self.error is not None or self.ttft is None or self.output_tokens < 2:
             return None
         return (self.e2el - self.ttft) / (self.output_tokens - 1)
@@ -132,15 +134,18 @@ class WorkloadResult:
 
     @property
     def output_throughput(self) -> float:
-        """Output tokens per second: all tokens over `duration`, ramp-up and ramp-down of the batch included.
+        """Return output tokens per second: all tokens over `duration`, ramp-up and ramp-down of the batch
+        included.
 
-        Nothing is cut off at either end, so no choice of window can flatter it.
+        Nothing is cut off at either end, so no choice of window can flatter the result.
         """
         return self.output_tokens / self.duration if self.duration > 0 else 0.0
 
     @property
     def running_mean(self) -> float | None:
-        """Mean number of requests decoding together: by step if the server counts them, else by sample."""
+        """Return the mean number of requests decoding together: by step if the server counts them, else by
+        sample.
+        """
         if self.steps_by_running:
             steps = sum(self.steps_by_running.values())
             return sum(running * count for running, count in self.steps_by_running.items()) / steps
@@ -149,7 +154,9 @@ class WorkloadResult:
 
     @property
     def waiting_max(self) -> float | None:
-        """The most requests that were seen queued. If it stays above zero, M was not reached."""
+        """Return the most requests that were seen queued. If the number stays above zero, M was not
+        reached.
+        """
         return max((sample.waiting for sample in self.samples if sample.waiting is not None), default=None)
 
     @property
@@ -174,7 +181,9 @@ class WorkloadResult:
 
 
 def percentile(values: list[float], percent: float) -> float | None:
-    """The nearest-rank percentile: always one of the measured values; None if there are none."""
+    """Return the nearest-rank percentile, which is always one of the measured values; None if there are
+    none.
+    """
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -75,8 +75,8 @@ class KVarNCpuLayerKV:
     def _code_page(self, tokens: Tensor, strides: tuple[int, int], page: int) -> None:
         """Quantize a full page.
 
-        tokens: the run's keys and values [2, ...], each contiguous strides: elements from one head to the
-        next, and from one token to the next
+        tokens: the run's keys and values [2, ...], each contiguous
+        strides: elements from one head to the next, and from one token to the next
         """
         key, value = (numbers(side.view(-1)) for side in tokens)
         self._kernels.code_page(key, value, 0, 0, *strides, page, *self._pages)

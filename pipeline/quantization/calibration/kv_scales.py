@@ -39,7 +39,8 @@ def find_kv_scales(
     """Return one scale for all heads of each attention module, by the module's name in the checkpoint.
 
     The result is empty if there is no text, or `kv_format` takes no scales: keys and values are then stored
-    unscaled. sequences: int64 [sequences, tokens]
+    unscaled.
+    sequences: int64 [sequences, tokens]
     """
     holds = largest_of(KV_FORMATS[kv_format])
     if holds is None or sequences is None:

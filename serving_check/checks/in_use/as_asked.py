@@ -53,7 +53,7 @@ def check_as_asked(in_use: FiguresInUse) -> CheckResult:
 
 
 def _ignored_seeds(sides: Sequence[SideInUse]) -> Counter[str]:
-    """One for each repeated seed, if no answer with it begins like the one before."""
+    """Count one for each repeated seed, if no answer with that seed begins like the answer before."""
     kept = [is_kept for side in sides for is_kept in side.seeds_kept]
     return Counter({SEEDS: len(kept)}) if len(kept) >= FEWEST_SEEDS and not any(kept) else Counter()
 

@@ -1,7 +1,8 @@
-"""Whether the artifact's server becomes slower the more it has served.
+"""Whether the artifact's server becomes slower the more requests it has served.
 
-Two figures tell: the parts of a burst of tiny requests, and the first M at the end against its first repeats.
-The baseline's server, if it is up, becomes slower with the machine, so both figures are relative to it.
+Two figures show this: the parts of a burst of tiny requests, and the first M at the end against its first
+repeats. The baseline's server, if it is up, becomes slower with the machine, so both figures are relative to
+it.
 """
 
 import math
@@ -42,7 +43,8 @@ LEAST_PARTS = 2
 
 def check_drift(figures: AtRestFigures) -> CheckResult:
     """Fail if all later parts of the burst were slower than all earlier ones, by more than the bound, or if
-    the first M was surely slower at the end than at first. Inconclusive if the first M may have been slower.
+    the first M was surely slower at the end than at first. The check is inconclusive if the first M may have
+    been slower.
     """
     relative = bool(figures.baseline_first and figures.baseline_last)
     step, part = _step(figures.burst, figures.baseline_burst)
@@ -87,7 +89,7 @@ def check_drift(figures: AtRestFigures) -> CheckResult:
 
 
 def shows_step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> bool:
-    """Whether requests take longer from some part of the burst on, by more than the bound."""
+    """Say whether requests take longer from some part of the burst on, by more than the bound."""
     return _step(burst, baseline_burst)[0] > _most_step(baseline_burst)
 
 
@@ -117,7 +119,9 @@ def _of_first_m(figures: AtRestFigures, slower: float, is_sure: bool) -> str:
 
 
 def _first_m_again(figures: AtRestFigures) -> tuple[float | None, float | None, float]:
-    """How many times as long the first M took at the end, or None; its lower limits, sure and likely."""
+    """Return how many times as long the first M took at the end, or None, and the ratio's lower limits, sure
+    and likely.
+    """
     first = _log_speeds(figures.first, figures.baseline_first)
     last = _log_speeds(figures.last, figures.baseline_last)
     if not first or not last:
@@ -127,7 +131,9 @@ def _first_m_again(figures: AtRestFigures) -> tuple[float | None, float | None, 
 
 
 def _log_speeds(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The log speed of each repeat, relative to the baseline's repeat of the same block if there is one."""
+    """Return the log speed of each repeat, relative to the baseline's repeat of the same block if there is
+    one.
+    """
     if not theirs:
         return [math.log(value) for value in ours]
     # A block that was broken off has a repeat of one side only.
@@ -135,7 +141,7 @@ def _log_speeds(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> tuple[float, int]:
-    """The factor by which requests took longer from some part of the burst on, and that part.
+    """Return the factor by which requests took longer from some part of the burst on, and that part.
 
     A step has every later part slower than every earlier one; the factor is 1 if there is none.
     """
@@ -150,12 +156,12 @@ def _step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> tu
 
 
 def _rise(values: Sequence[float], at: int) -> float:
-    """The mean from `at` on divided by the mean before."""
+    """Return the mean from `at` on divided by the mean before."""
     return fmean(values[at:]) - fmean(values[:at]) if 0 < at < len(values) else 0.0
 
 
 def _log_times(parts: Sequence[BurstPart]) -> list[float]:
-    """The logarithm of a request's time in each part of a burst."""
+    """Return the logarithm of a request's time in each part of a burst."""
     return [math.log(part.seconds / part.requests) for part in parts]
 
 

@@ -22,7 +22,9 @@ pass over the same tokens. Alternatives of the token before were 5.9 off."""
 
 
 def check_logprobs(answers: Sequence[AnswerInUse]) -> CheckResult:
-    """Fail if they differ by more than rounding explains; unknown if the server reports none."""
+    """Fail if the log-probabilities differ by more than rounding explains; unknown if the server reports
+    none.
+    """
     bound = (
         f"at most {MOST_ON_AVERAGE:g} nats from those computed here on average, and {MOST:g} at any token; "
         f"{MOST_OF_ALTERNATIVES:g} on average of alternatives"
@@ -69,7 +71,7 @@ def check_logprobs(answers: Sequence[AnswerInUse]) -> CheckResult:
 
 
 def _of_alternatives(answers: Sequence[AnswerInUse]) -> float | None:
-    """Nats by which they are off on average; None if none are told."""
+    """Return how many nats the log-probabilities are off on average; None if none are told."""
     told = [
         (answer.tokens, answer.alternatives_error)
         for answer in answers

@@ -62,7 +62,7 @@ def check_profile(name: str, figures: ProfileFigures | None, bounds: Bounds) -> 
 
 
 def described(figures: ProfileFigures) -> str:
-    """`54 requests with prompts of 16 to 4,142 tokens and answers of …, as in …`: what was sent."""
+    """Say what was sent: `54 requests with prompts of 16 to 4,142 tokens and answers of …, as in …`."""
     prompts, answers = (
         [length for block in lengths for length in block]
         for lengths in (figures.prompt_lengths, figures.answer_lengths)

@@ -1,12 +1,12 @@
 """Whether sampled tokens are drawn with the probabilities given by the artifact's logits and the temperature.
 
-A goodness of fit with a stated level: the summed surprisal, which another temperature moves most, the spread
-of the tokens over their distributions, which top-k and top-p cut, and answers that do not change with the
-seed.
+The test is a goodness of fit with a stated level: the summed surprisal, which another temperature moves most,
+the spread of the tokens over their distributions, which top-k and top-p cut, and answers that do not change
+with the seed.
 
 A server rounds its logits in another order than this process. This effect was measured with 1,000 sampled
-tokens of the bundled model (640 in NVFP4), one run each. It moves the surprisal z of 2,500 tokens by 0.001
-(INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). Beyond 3.3 is a fail.
+tokens of the bundled model (640 in NVFP4), one run each. The effect moves the surprisal z of 2,500 tokens by
+0.001 (INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). A z beyond 3.3 fails.
 """
 
 import math
@@ -36,8 +36,8 @@ CUT = "unlikely tokens are not drawn: the server cuts distributions by top-k, to
 
 
 def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
-    """Fail if tokens are surely drawn otherwise; unknown if there are none, or the server does not report
-    their ids.
+    """Fail if tokens are surely drawn otherwise; unknown if there are no tokens, or the server does not
+    report their ids.
     """
     level = SURPRISAL_LEVEL + SPREAD_LEVEL + SEEDS_LEVEL
     bound = f"at least as good a fit as {level:.1%} of sound servers show"
@@ -102,7 +102,7 @@ def _sum(several: Iterable[Draws]) -> Draws:
 
 
 def _z(draws: Draws) -> float:
-    """Standard deviations by which the summed surprisal differs from 0.
+    """Return the standard deviations by which the summed surprisal differs from 0.
 
     The surprisal of a token minus the entropy of its distribution has mean 0, whatever came before it. So the
     sum is a martingale whose variance is the sum of variances, and is normal for this many tokens (Brown,
@@ -114,7 +114,8 @@ def _z(draws: Draws) -> float:
 
 
 def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
-    """How many repeat an earlier answer to their prompt with another seed, and a limit for its chance.
+    """Return how many answers repeat an earlier answer to their prompt with another seed, and a limit for the
+    chance of that.
 
     A text of probability p or less is drawn twice with a chance of at most p, for any two answers; for n
     answers beside earlier ones, at most n (n + 1) / 2 pairs share a prompt.
@@ -128,7 +129,7 @@ def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
 
 
 def _alike(answers: Sequence[AnswerInUse], repeating: int) -> str:
-    """The reason if answers repeat an earlier one."""
+    """Return the reason if answers repeat an earlier one."""
     beside = [answer for answer in answers if answer.repeats_other_seed is not None]
     if all(answer.choice is not None for answer in beside if answer.repeats_other_seed):
         several = sum(answer.choice is not None for answer in beside)
@@ -142,7 +143,7 @@ def _alike(answers: Sequence[AnswerInUse], repeating: int) -> str:
 
 
 def _another_source(draws: Draws, off: int) -> str:
-    """The distribution that the tokens seem to be drawn from.
+    """Return the distribution that the tokens seem to be drawn from.
 
     To first order, a temperature T' in the place of T moves the expected surprisal by
     variance * (T' - T) / T: the expectation of -log p changes so along the distributions p^(T / T').
@@ -163,7 +164,9 @@ def _another_source(draws: Draws, off: int) -> str:
 
 
 def _is_cut(draws: Draws) -> bool:
-    """Whether the least likely tokens are missing; a wrong temperature only makes them a little rarer."""
+    """Say whether the least likely tokens are missing; a wrong temperature only makes such tokens a little
+    rarer.
+    """
     return draws.surprisal < 0 and draws.bins[-1] < draws.tokens / PIT_BINS / 2
 
 

@@ -1,7 +1,7 @@
 """Whether the artifact's server keeps up under a load as in use: at every M, and while prompts are read.
 
-The curve's loads are uniform. Here requests of all lengths arrive at any time, and M takes every value. So
-slowness at some Ms shows even if none of them is on the curve.
+The curve's loads are uniform. In the load as in use, requests of all lengths arrive at any time, and M takes
+every value. So slowness at some Ms shows even if none of them is on the curve.
 """
 
 import math
@@ -43,7 +43,7 @@ run at the same time."""
 
 @dataclass(frozen=True)
 class Scatter:
-    """How blocks of the curve scatter; they have about as many tokens as blocks of the load as in use."""
+    """How blocks of the curve scatter, which have about as many tokens as blocks of the load as in use."""
 
     repeated: tuple[float, ...] = ()
     """The log ratios of the curve's blocks at the largest M."""
@@ -52,7 +52,7 @@ class Scatter:
 
 
 def scatter_of(measured: Sequence[MeasuredM]) -> Scatter:
-    """The scatter of the curve's blocks."""
+    """Return the scatter of the curve's blocks."""
     by_m = [level.log_ratios(output_throughput) for level in sorted(measured, key=lambda level: level.m)]
     return Scatter(tuple(by_m[-1]), correlation_of(by_m, caution=0.0)) if by_m else Scatter()
 
@@ -70,7 +70,7 @@ def check_speed_in_use(
 ) -> CheckResult:
     """Fail if throughput is surely below the floor, or a request's usual latency surely exceeds its bound.
 
-    Latencies are compared request by request, over all of them and over groups, and the time between tokens
+    Latencies are compared request by request, over all requests and over groups, and the time between tokens
     at each M. Only blocks are independent of one another, so a latency must exceed its bound by as much as
     blocks scatter.
     """
@@ -149,8 +149,8 @@ def _slow_groups(
 
 
 def _throughput(pairs: Sequence[_Pair], scatter: Scatter) -> tuple[float, float]:
-    """The throughput ratio, artifact over baseline, and its upper limit, which is infinite for a single
-    block."""
+    """Return the throughput ratio, artifact over baseline, and its upper limit, which is infinite for a
+    single block."""
     logs = [
         math.log(pair.artifact.output_throughput / pair.baseline.output_throughput)
         for pair in pairs
@@ -163,11 +163,11 @@ def _throughput(pairs: Sequence[_Pair], scatter: Scatter) -> tuple[float, float]
 
 
 def _margin(logs: Sequence[float], scatter: Scatter, error: float) -> float:
-    """By how much the mean of blocks' log ratios may be too small, or too large, with chance `error`;
+    """Return by how much the mean of blocks' log ratios may be too small, or too large, with chance `error`;
     infinite for a single block.
 
     The variance of three blocks has two degrees of freedom, that of the curve's blocks several more, so both
-    are pooled; the margin is never taken from less than the three have themselves.
+    are pooled; the margin is never taken from less than the three blocks have themselves.
     """
     count, rho, repeated = len(logs), scatter.correlation, scatter.repeated
     if count < 2:
@@ -184,7 +184,7 @@ def _margin(logs: Sequence[float], scatter: Scatter, error: float) -> float:
 
 
 def _of_blocks(pairs: Sequence[_Pair], figure: Callable[[Sequence[_Pair]], float | None]) -> list[float]:
-    """The log ratio of `figure` in each block that has it on both sides."""
+    """Return the log ratio of `figure` in each block that has it on both sides."""
     ratios = [figure([pair]) for pair in pairs]
     return [math.log(ratio) for ratio in ratios if ratio]
 
@@ -198,8 +198,8 @@ def _typical_ttft(pairs: Sequence[_Pair]) -> float | None:
 
 
 def _typical(pairs: Sequence[_Pair], figure: str, allowance: float) -> float | None:
-    """The median over requests of the ratio, artifact over baseline; None if no request has it on both
-    sides."""
+    """Return the median over requests of the ratio, artifact over baseline; None if no request has the figure
+    on both sides."""
     ratios = [
         (ours + allowance) / (theirs + allowance)
         for pair in pairs
@@ -219,7 +219,7 @@ def _itl_p99(pairs: Sequence[_Pair]) -> float | None:
 
 
 def _by_m(pairs: Sequence[_Pair]) -> dict[int, float]:
-    """The ratio of the time between tokens at each M that either side had long enough."""
+    """Return the ratio of the time between tokens at each M that either side had long enough."""
     ours, theirs = (_medians([getattr(pair, side) for pair in pairs]) for side in ("artifact", "baseline"))
     return {m: ours[m] / theirs[m] for m in sorted(ours.keys() & theirs.keys()) if theirs[m] > 0}
 
@@ -227,11 +227,11 @@ def _by_m(pairs: Sequence[_Pair]) -> dict[int, float]:
 def _slow_ms(
     pairs: Sequence[_Pair], by_m: Mapping[int, float], most: float, margin: float
 ) -> dict[int, float]:
-    """The Ms at which the ratio is above `most` by the margin, and above it in several blocks.
+    """Return the Ms at which the ratio is above `most` by the margin, and above it in several blocks.
 
     The margin is that of blocks, or a larger one: as much as ratios at one M scatter over blocks. Few gaps
-    are at one M, so the variance is pooled over all Ms. Without it, one in twenty sound servers failed in
-    simulated runs with 20% noise.
+    are at one M, so the variance is pooled over all Ms. Without that pooling, one in twenty sound servers
+    failed in simulated runs with 20% noise.
     """
     logs = {m: found for m in by_m if len(found := _logs_at(pairs, m)) >= LEAST_BLOCKS_SLOW}
     freedom = sum(len(values) - 1 for values in logs.values())
@@ -248,7 +248,7 @@ def _slow_ms(
 
 
 def _logs_at(pairs: Sequence[_Pair], m: int) -> list[float]:
-    """The log ratio of the time between tokens at M, of each block in which both sides were there."""
+    """Return the log ratio of the time between tokens at M, of each block in which both sides were there."""
     both = [(pair.artifact.itls_by_m.get(m), pair.baseline.itls_by_m.get(m)) for pair in pairs]
     return [
         math.log(ours[1] / theirs[1]) for ours, theirs in both if ours and theirs and ours[1] and theirs[1]
@@ -256,7 +256,7 @@ def _logs_at(pairs: Sequence[_Pair], m: int) -> list[float]:
 
 
 def _medians(sides: Sequence[SideInUse]) -> dict[int, float]:
-    """Seconds between tokens by M, the mean of the blocks' medians, if there are enough gaps."""
+    """Return the seconds between tokens by M, the mean of the blocks' medians, if there are enough gaps."""
     found = {}
     for m in {m for side in sides for m in side.itls_by_m}:
         known = [side.itls_by_m[m] for side in sides if m in side.itls_by_m]
@@ -267,7 +267,7 @@ def _medians(sides: Sequence[SideInUse]) -> dict[int, float]:
 
 
 def in_words(ms: Sequence[int]) -> str:
-    """Ms as text, with neighbours joined to ranges: `3, 5–7, 9`."""
+    """Write Ms as text, with neighbours joined to ranges: `3, 5–7, 9`."""
     groups: list[list[int]] = []
     for m in ms:
         if groups and m == groups[-1][-1] + 1:

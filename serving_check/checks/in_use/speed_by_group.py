@@ -1,6 +1,7 @@
-"""Which requests of a load as in use are slow although most are not: those of one kind, or with long prompts.
+"""Which requests of a load as in use are slow although most are not: requests of one kind, or with long
+prompts.
 
-A median over all requests hides them. Not for what all requests share: that is `speed.py`.
+A median over all requests hides slow groups. What all requests share is judged in `speed.py`.
 """
 
 import math
@@ -46,7 +47,8 @@ class SlowGroup:
 
 
 def slow_groups(blocks: Sequence[BlockInUse], figure: str, allowance: float, most: float) -> list[SlowGroup]:
-    """The groups whose median ratio is surely above `most`: all kinds, and the shortest of long prompts.
+    """Return the groups whose median ratio is surely above `most`: all kinds, and the shortest of long
+    prompts.
 
     figure: `ttfts` or `tpots`; allowance: seconds, added to both sides before dividing
     """
@@ -89,14 +91,17 @@ def _is_longer_than(tokens: int) -> Callable[[_Request], bool]:
 
 
 def _is_slow(ratios: Sequence[float], most: float) -> bool:
-    """Whether the lower limit of their median is above `most`: an order statistic, sorted as they are."""
+    """Say whether the lower limit of the requests' median is above `most`: an order statistic, sorted as they
+    are.
+    """
     rank = lower_rank(len(ratios))
     return rank is not None and ratios[rank] > most
 
 
 def lower_rank(count: int) -> int | None:
-    """The index of the largest of `count` sorted values that is above their true median with a chance of
-    `ERROR` at most; None if not even the lowest is. How many are below it is binomial (Thompson, 1936)."""
+    """Return the index of the largest of `count` sorted values that is above their true median with a chance
+    of `ERROR` at most; None if not even the lowest is. The number of values below the median is binomial
+    (Thompson, 1936)."""
     chance, rank = 0.0, None
     for index in range(count):
         chance += math.comb(count, index) / 2**count

@@ -1,7 +1,8 @@
 """Whether greedy text served in use is the artifact's own, whatever else was served at the same time.
 
-Each token is compared with the artifact's logits, as in `served_text.py`. If some are wrong, the reason names
-the condition that distinguishes wrong answers from right ones: a kind, other requests, a context or an M.
+Each token is compared with the artifact's logits, as in `served_text.py`. If some tokens are wrong, the
+reason names the condition that distinguishes wrong answers from right ones: a kind, other requests, a context
+or an M.
 """
 
 import math
@@ -41,7 +42,7 @@ class Condition:
 
 
 def check_text_in_use(answers: Sequence[AnswerInUse], bounds: Bounds) -> CheckResult:
-    """Fail if greedy tokens are not the artifact's own: too many of all, or of any one answer."""
+    """Fail if greedy tokens are not the artifact's own: too many of all tokens, or of any one answer."""
     bound = (
         f"at most {bounds.max_foreign_tokens:.0%} of greedy tokens more than {LOGIT_TOLERANCE:g} nats below "
         f"the artifact's best logit, and {bounds.max_foreign_text:.0%} in any one answer"
@@ -92,8 +93,8 @@ def _is_foreign(answer: AnswerInUse, bounds: Bounds) -> bool:
 
 
 def _wrong_group(greedy: Sequence[AnswerInUse], bounds: Bounds) -> str | None:
-    """The group of answers with the largest share of tokens that are off, if it is too large: those that end
-    beyond a power of two, or those of a kind. None if no share is.
+    """Return the group of answers with the largest share of tokens that are off, if that share is too large:
+    answers that end beyond a power of two, or answers of a kind. The result is None if no share is too large.
 
     Too many is the bound's share and a standard deviation more: 7 of 200 tokens. If 5% of tokens are wrong,
     the check fails in 87% of runs; if the share is a quarter of the bound, in less than 1 of 10,000.
@@ -113,7 +114,7 @@ def _wrong_group(greedy: Sequence[AnswerInUse], bounds: Bounds) -> str | None:
 
 
 def _groups(greedy: Sequence[AnswerInUse]) -> Iterator[tuple[str, str, Holds]]:
-    """The words, the advice and the condition of each group."""
+    """Yield the words, the advice and the condition of each group."""
     longest = max(map(_context, greedy))
     for context in (1 << power for power in range(longest.bit_length())):
         yield f"beyond {context:,} tokens of context", CONTEXTS, _has_context_from(context + 1)
@@ -140,10 +141,11 @@ def _wrong(greedy: Sequence[AnswerInUse], wrong: Sequence[AnswerInUse], off: int
 
 
 def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> list[Condition]:
-    """Up to `MOST_CONDITIONS` under which most answers are wrong, and all wrong ones were served.
+    """Return up to `MOST_CONDITIONS` under which most answers are wrong, and under which all wrong answers
+    were served.
 
-    If there are none, the explanation is the condition that all wrong answers and the fewest right answers
-    meet. A condition that all right answers, or hardly any, meet explains nothing.
+    If there is no such condition, the explanation is the condition that all wrong answers and the fewest
+    right answers meet. A condition that all right answers, or hardly any, meet explains nothing.
     """
     conditions = list(_conditions(wrong, right))
 
@@ -173,7 +175,7 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
 
 
 def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> Iterator[Condition]:
-    """All conditions that wrong answers may have in common, the simplest first."""
+    """Yield all conditions that wrong answers may have in common, the simplest first."""
     for kind in sorted({answer.kind for answer in wrong}):
         yield Condition(_of_kind(kind), _advice_on(kind), _is_of_kind(kind))
     yield Condition(
@@ -201,12 +203,12 @@ def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> I
 
 
 def _below(values: Iterable[float], limit: float) -> float:
-    """The largest value below `limit`, or 0 if there is none."""
+    """Return the largest value below `limit`, or 0 if there is none."""
     return max((value for value in values if value < limit), default=0)
 
 
 def _above(values: Iterable[float], limit: float) -> float:
-    """The smallest value above `limit`, or else `limit` plus one."""
+    """Return the smallest value above `limit`, or else `limit` plus one."""
     return min((value for value in values if value > limit), default=limit + 1)
 
 
@@ -247,7 +249,7 @@ def _advice_on(kind: str) -> str:
 
 
 def _range_of(answers: Iterable[AnswerInUse]) -> str:
-    """The number of wrong answers, and the conditions that they were served under."""
+    """Return the number of wrong answers, and the conditions that they were served under."""
     answers = list(answers)
     contexts, ms = sorted(map(_context, answers)), sorted(answer.m for answer in answers)
     beside = sum(answer.prompts_beside > 0 for answer in answers)

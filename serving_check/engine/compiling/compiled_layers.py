@@ -4,7 +4,7 @@ A graph of the whole model would take five times as long to compile. Guards are 
 engine never changes; instead, layers are compared here by everything that compiled code depends on.
 
 Compiled code takes any number of tokens, but its tile sizes and threads are tuned for the number of tokens in
-the trace. Hence two compilations: one for decoding, one for prefill.
+the trace. Hence there are two compilations: one for decoding, one for prefill.
 """
 
 import dataclasses
@@ -98,9 +98,9 @@ class CompiledLayers:
                 traced.layer.forward = compiled
 
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> "_CompiledForward | None":
-        """The layer's forward, compiled for arguments like these and shared by layers that are alike.
+        """Return the layer's forward, compiled for arguments like these and shared by layers that are alike.
 
-        None if compiling such a layer has failed before.
+        The result is None if compiling such a layer has failed before.
         """
         following = self.chain.next_norm(layer)
         kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))
@@ -235,7 +235,7 @@ def _run(
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """The layer's output, and that output after `following`, which is the next layer's input norm."""
+    """Return the layer's output, and that output after `following`, which is the next layer's input norm."""
     if norm and normed is not None:
         getattr(layer, norm).precomputed.value = normed
     output = type(layer).forward(layer, *args, **kwargs)
@@ -251,7 +251,7 @@ def _mark_token_dims(value: Any, traced_tokens: int) -> None:
 
 
 def _own_code(function: types.FunctionType) -> types.FunctionType:
-    """A copy with its own code object, under which compiled code is stored."""
+    """Return a copy with its own code object, under which compiled code is stored."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -260,7 +260,7 @@ def _no_guards(entries: list[Any]) -> list[bool]:
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's outermost module lists, and the modules beside these lists."""
+    """Yield the members of the model's outermost module lists, and the modules beside these lists."""
     for parent in model.modules():
         children = list(parent.children())
         lists = [child for child in children if isinstance(child, nn.ModuleList)]
@@ -271,8 +271,8 @@ def model_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _signature(value: Any) -> Hashable:
-    """The properties that compiled code depends on. Equal signatures share code; sizes of arguments do not
-    count."""
+    """Return the properties that compiled code depends on. Equal signatures share code; sizes of arguments do
+    not count."""
     if isinstance(value, Tensor):
         return value.ndim, value.dtype
     if isinstance(value, nn.Module):

@@ -1,8 +1,8 @@
 """Cross-layer fusion: the residual add that ends a layer with the norm that begins the next.
 
 Each layer is compiled together with its successor's input norm, so that add and norm become one kernel. A
-layer's input norm is the first module that it calls on its input. It is found by running the model, not by
-its name, and may be any small module.
+layer's input norm is the first module that it calls on its input. The input norm is found by running the
+model, not by its name, and may be any small module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +37,15 @@ class PrecomputedNorm(nn.Module):
 
 @dataclass
 class Carry:
-    """A layer's output, and the same after the next layer's input norm."""
+    """A layer's output, and the same output after the next layer's input norm."""
 
     output: Tensor | None = None
     normed: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor | None:
-        """The precomputed norm of `x`; None if the model passes on another tensor than the layer's output."""
+        """Return the precomputed norm of `x`; None if the model passes on another tensor than the layer's
+        output.
+        """
         normed = self.normed if self.output is x else None
         self.output = self.normed = None
         return normed
@@ -72,16 +74,16 @@ class Chain:
     """For each layer, the layer that takes its output."""
 
     def input_norm(self, layer: nn.Module) -> nn.Module:
-        """The module itself, which the layer's `PrecomputedNorm` replaces."""
+        """Return the module itself, which the layer's `PrecomputedNorm` replaces."""
         name = self.input_norms[layer]
         return getattr(layer, name).module if name else layer
 
     def next_norm(self, layer: nn.Module) -> nn.Module | None:
-        """The input norm of the next layer; None if no layer follows."""
+        """Return the input norm of the next layer; None if no layer follows."""
         return self.input_norm(self.successors[layer]) if layer in self.successors else None
 
     def first_norms(self) -> list[nn.Module]:
-        """Input norms of layers without a predecessor: they are computed by themselves."""
+        """Input norms of layers without a predecessor, which are computed by themselves."""
         later = set(self.successors.values())
         return [self.input_norm(layer) for layer in self.input_norms if layer not in later]
 
@@ -119,7 +121,9 @@ def undo_fusion(layers: Sequence[nn.Module]) -> None:
 
 
 def _input_norm(call: _Call) -> str | None:
-    """The name of the first child that takes the layer's input, or None; empty if it has no children."""
+    """Return the name of the first child that takes the layer's input, or None; empty if the layer has no
+    children.
+    """
     if not any(True for _ in call.layer.children()):
         return "" if isinstance(call.output, Tensor) else None
     if call.first is None:

@@ -1,6 +1,6 @@
 """Our passes over the graphs of compiled layers, which run before Inductor plans its kernels.
 
-Inductor takes a single custom pass, so this file combines ours; each has its own file.
+Inductor takes a single custom pass, so this file combines our passes; each has a file of its own.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from . import inplace_barriers, own_product_pass, top_k_pass
 
 
 def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
-    """Compiler options that run our passes. batch_invariance: the mode to compile for."""
+    """Return compiler options that run our passes. batch_invariance: the mode to compile for."""
     # Imported here: a compiler takes seconds to load.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -23,7 +23,9 @@ def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
                 own_product_pass.replace_products(graph)
 
         def uuid(self) -> Any:
-            """Part of the compiler's cache key: code from other versions of these files is not used."""
+            """Return part of the compiler's cache key: code from other versions of these files is not
+            used.
+            """
             files = (__file__, top_k_pass.__file__, own_product_pass.__file__, inplace_barriers.__file__)
             return get_hash_for_files(files, extra=batch_invariance)
 

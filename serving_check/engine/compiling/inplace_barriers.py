@@ -1,9 +1,9 @@
 """Barriers in Inductor's loops that update a buffer in place, between reading and storing.
 
 If a row has fewer elements than a program has threads, several threads hold the same elements. In the loop of
-a reduction, one of them could store a sum before another had read the old value, which then added twice: one
-norm in a few thousand was wrong. Inductor adds such a barrier if the index of a load is broadcast (triton
-issue 1615), but not in this case. Reductions without loops store after everything is read.
+a reduction, one of these threads could store a sum before another had read the old value, which then added
+twice: one norm in a few thousand was wrong. Inductor adds such a barrier if the index of a load is broadcast
+(triton issue 1615), but not in this case. Reductions without loops store after everything is read.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ BARRIER = "tl.debug_barrier()"
 
 @contextmanager
 def barriers_in_loops() -> Iterator[None]:
-    """While open, kernels are compiled with these barriers."""
+    """Compile kernels with these barriers while the block is open."""
     # Imported here: a compiler takes seconds to load.
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel

@@ -1,7 +1,8 @@
 """A graph pass for batch-invariant serving: replaces an architecture's own products by our kernel.
 
 Routers of experts multiply by their own parameter, which no layout packs, and a GPU's libraries choose an
-algorithm by the number of rows. Not for linear layers and experts, whose layouts are batch-invariant.
+algorithm by the number of rows. Linear layers and experts are left alone, since their layouts are
+batch-invariant.
 """
 
 import functools
@@ -18,7 +19,7 @@ WEIGHT_AT = {aten.linear: 1, aten.mm: 1, aten.addmm: 2}
 
 
 def serves(product: object, weight: object) -> bool:
-    """Whether this pass replaces the product: by a weight [N, K] or its transpose, on a GPU."""
+    """Say whether this pass replaces the product: by a weight [N, K] or its transpose, on a GPU."""
     return (
         product in WEIGHT_AT
         and isinstance(weight, Tensor)
@@ -47,7 +48,7 @@ def replace_products(graph: fx.Graph) -> None:
 
 @library.custom_op("scalegate::own_product", mutates_args=())
 def _own_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] @ weight [K, N] → [M, N]; the weight is the transposed view of a contiguous one."""
+    """Multiply x [M, K] by weight [K, N] to [M, N]; the weight is the transposed view of a contiguous one."""
     rows = weight.t().contiguous()
     return invariant_matmul(x.contiguous(), rows, _semaphores(len(rows), x.device))
 
@@ -59,5 +60,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _semaphores(n: int, device: torch.device) -> Tensor:
-    """Semaphores for all weights of n rows. Products run in order, and each leaves the semaphores at zero."""
+    """Return semaphores for all weights of n rows. Products run in order, and each leaves the semaphores at
+    zero.
+    """
     return torch.zeros(semaphores_of(n), dtype=torch.int32, device=device)

@@ -1,9 +1,10 @@
 """Programmatic dependent launch (PDL) of Inductor's kernels: each starts while its predecessor still runs.
 
-Not for our own kernels, which call `gdc_wait` and `gdc_launch_dependents` themselves. Inductor can emit both
+Our own kernels call `gdc_wait` and `gdc_launch_dependents` themselves. Inductor can emit both calls
 (`triton.enable_pdl`), but its kernels wait only before they read what the predecessor wrote, and launch the
-next kernel after their loads. Here, a kernel launches the next one at once and waits before its first memory
-access. Since every kernel waits until its predecessor has ended, it sees the writes of all kernels before it.
+next kernel after their loads. With this module, a kernel launches the next one at once and waits before its
+first memory access. Since every kernel waits until its predecessor has ended, it sees the writes of all
+kernels before it.
 """
 
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ PARTS = ("_handle_pdl_before_access", "_handle_pdl_after_load", "_filter_pdl", "
 
 
 def options() -> dict[str, bool]:
-    """Compiler options for PDL, which the compiler uses on devices that support it."""
+    """Return compiler options for PDL, which the compiler uses on devices that support it."""
     return {"triton.enable_pdl": True} if _supported() else {}
 
 
 @contextmanager
 def waiting_first() -> Iterator[None]:
-    """While open, kernels compiled with these options wait before their first memory access."""
+    """Make kernels compiled with these options wait before their first memory access, while the block is
+    open.
+    """
     if not _supported():
         yield
         return

@@ -1,7 +1,7 @@
 """Times storing and attending in a decode step, for each KV format and for unquantized keys and values.
 
-Uses the formats' own storage, at the contexts and batch sizes that are served. Not for quality, nor for
-products, which do not depend on the KV format.
+The timing uses the formats' own storage, at the contexts and batch sizes that are served. Quality is measured
+elsewhere, and so are products, which do not depend on the KV format.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def time_kv_formats(
     device: torch.device,
     progress: bool = True,
 ) -> tuple[KVMeasurement, ...]:
-    """Microseconds of a decode step over all `layers`, for every format, context (in tokens) and M.
+    """Return microseconds of a decode step over all `layers`, for every format, context (in tokens) and M.
 
     A step in which pages become full is timed separately and enters the mean once per page of tokens. Pairs
     of context and M that do not fit in memory are left out.
@@ -65,14 +65,14 @@ def time_kv_formats(
 
 
 def _over_a_page(plain: float, full: float, name: str, device: torch.device) -> float:
-    """The mean time of a step. One step in as many as a page has tokens completes the page."""
+    """Return the mean time of a step. One step in as many as a page has tokens completes the page."""
     return plain + (full - plain) / KV_FORMATS[name].page_size(device)
 
 
 def _time(
     layer: AttentionLayer, names: Sequence[str], context: int, m: int, device: torch.device
 ) -> dict[str, float]:
-    """Microseconds of one layer's step by format, and of a step in which every page becomes full."""
+    """Return microseconds of one layer's step by format, and of a step in which every page becomes full."""
     calls: dict[str, Callable[[int], object]] = {}
     for name in names:
         stored = KV_FORMATS[name]
@@ -87,7 +87,7 @@ def _time(
 def _step(
     layer: AttentionLayer, stored: KVFormat, length: int, m: int, device: torch.device
 ) -> Callable[[int], Tensor]:
-    """A decode step of M requests whose contexts have `length` tokens, including the new one."""
+    """Return a decode step of M requests whose contexts have `length` tokens, including the new one."""
     shape, page_size = layer.shape, stored.page_size(device)
     pages = pages_for(length, page_size)
     pool = KVPool(ServedLayers({0: layer}), stored, {}, m * pages, page_size, m, pages * page_size, device)
@@ -117,7 +117,7 @@ def _step(
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a layer's storage, including those in nested dataclasses."""
+    """Yield every tensor of a layer's storage, including tensors in nested dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value) or hasattr(value, "forward"):
@@ -132,7 +132,9 @@ def _whole_pages(stored: KVFormat, context: int, device: torch.device) -> int:
 def _bytes(
     kinds: Mapping[AttentionLayer, int], names: Sequence[str], context: int, m: int, device: torch.device
 ) -> int:
-    """Bytes of all formats' storage together, for the largest kind of layer. Each format is stored twice."""
+    """Return the bytes of all formats' storage together, for the largest kind of layer. Each format is stored
+    twice.
+    """
     return 2 * max(
         sum(
             m * _whole_pages(stored, context, device)

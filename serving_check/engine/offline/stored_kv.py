@@ -1,7 +1,7 @@
 """A model that attends over keys and values as a KV format stores them, for given texts.
 
-For measuring the quality of KV formats: it computes what serving computes. Not for serving: it draws no
-tokens and schedules nothing.
+The module serves to measure the quality of KV formats: it computes what serving computes. No tokens are drawn
+and nothing is scheduled.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,9 +51,10 @@ class StoredKVModel(nn.Module):
         """CUDA graphs of decode steps by shape: without them, launches would take longer than the kernels."""
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **options: Any) -> CausalLMOutput:
-        """Logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; 0 stands for all.
+        """Return logits [B, L, V] of the last `logits_to_keep` tokens of input_ids, int64 [B, T]; 0 stands
+        for all.
 
-        In each text, the tokens before the kept ones are prefilled. The tokens after it are decoded one at a
+        In each text, the tokens before the kept ones are prefilled. The kept tokens are decoded one at a
         time, for all texts together, since a format may attend over other keys in prefill than in decoding.
         """
         prompt = input_ids.shape[1] - max(logits_to_keep - 1, 0)
@@ -72,17 +73,17 @@ class StoredKVModel(nn.Module):
                 self.pool.release(text)
 
     def continuations(self, texts: Rows[tuple[Rows[int], Rows[int]]]) -> Iterator[Tensor]:
-        """For each prompt and its continuation: the logits [tokens, V] that predict each token of the
+        """Return, for each prompt and its continuation, the logits [tokens, V] that predict each token of the
         continuation.
 
-        They are decoded together, `batch` texts at a time, of any lengths.
+        Continuations of any lengths are decoded together, `batch` texts at a time.
         """
         for start in range(0, len(texts), self.batch):
             yield from self._continued(texts[start : start + self.batch])
 
     @torch.inference_mode()
     def _continued(self, texts: Rows[tuple[Rows[int], Rows[int]]]) -> list[Tensor]:
-        """The logits for at most `batch` texts."""
+        """Return the logits for at most `batch` texts."""
         sequences = [
             Sequence(str(at), list(prompt), len(prompt), SamplingParams(), 0, len(prompt) + len(followed))
             for at, (prompt, followed) in enumerate(texts)
@@ -103,7 +104,7 @@ class StoredKVModel(nn.Module):
                 self.pool.release(sequence)
 
     def _prefill(self, text: Sequence, keep_all: bool) -> Tensor:
-        """Logits of all tokens [T, V], or of the last token only [1, V]."""
+        """Return logits of all tokens [T, V], or of the last token only [1, V]."""
         shape = self.step_buffers.shape(text.length, 1, 1)
         host = self.step_buffers.stage([], [PrefillChunk(text, 0, text.length)], shape)
         self.step_buffers.send(shape, 1)
@@ -113,7 +114,7 @@ class StoredKVModel(nn.Module):
         return self._run(step.token_ids, step.attention, kept)
 
     def _decode(self, texts: list[Sequence], tokens: list[int]) -> Tensor:
-        """Logits [B, 1, V] of one decode step, in which each text gets its next token."""
+        """Return logits [B, 1, V] of one decode step, in which each text gets its next token."""
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
             self.pool.grow(text)

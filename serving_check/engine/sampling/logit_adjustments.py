@@ -1,8 +1,8 @@
 """Logit adjustments before tokens are drawn: penalties, bias, min_tokens, grammars.
 
-They are not part of a CUDA graph. They run outside it, only on rows of requests that ask for them, so that
-other requests pay nothing. Token counts stay on the device: with overlapped steps, the host does not know the
-last token.
+The adjustments are not part of a CUDA graph. They run outside the graph, only on rows of requests that ask
+for adjustments, so that other requests pay nothing. Token counts stay on the device: with overlapped steps,
+the host does not know the last token.
 """
 
 from collections.abc import Sequence as Rows
@@ -18,8 +18,9 @@ from ..sequence import Sequence
 class LogitAdjustments:
     """Token counts of requests with penalties, by their rows in the pool.
 
-    Call `apply` before a token is drawn, `observe` after. If a row's counts do not belong to its sequence,
-    because the row belonged to another or a step has failed, they are made again from the host's tokens.
+    Call `apply` before a token is drawn, and `observe` after that. If a row's counts do not belong to its
+    sequence, because the row belonged to another sequence or a step has failed, the counts are made again
+    from the host's tokens.
     """
 
     def __init__(self, device: torch.device):
@@ -32,7 +33,7 @@ class LogitAdjustments:
         """For each row, the sequence that was counted and how many of its output tokens were counted."""
 
     def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
-        """logits [A, V], one row for each sequence → float32 [A, V], a copy.
+        """Adjust logits [A, V], one row for each sequence, in a copy: float32 [A, V].
 
         The adjustments have the order of transformers' processors: bias, repetition, presence and frequency,
         min_tokens; then grammars.
@@ -61,7 +62,7 @@ class LogitAdjustments:
         return scores
 
     def observe(self, sequences: Rows[Sequence], drawn: Tensor) -> None:
-        """Count the tokens just drawn, int64 [A]. Call it before the sequences get them."""
+        """Count the tokens just drawn, int64 [A]. This is called before the sequences get the tokens."""
         penalized = [index for index, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if not penalized:
             return
@@ -99,7 +100,7 @@ class LogitAdjustments:
         return torch.where(seen, repeated, scores) - frequency * counts - presence * (counts > 0)
 
     def _count(self, sequence: Sequence, vocab_size: int) -> None:
-        """Count all its tokens, unless they were counted when they were drawn."""
+        """Count all of a sequence's tokens, unless they were counted when they were drawn."""
         row = sequence.row
         assert row is not None
         if self._counted.get(row) == (sequence, sequence.num_output):

@@ -73,7 +73,7 @@ class SamplingBatch:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
-    """logits [B, V], positions int64 [B] of the tokens to be drawn → tokens int64 [B]."""
+    """Draw tokens int64 [B] from logits [B, V] for positions int64 [B] of the tokens to be drawn."""
     greedy_tokens = first_argmax(logits)
     if not batch.any_sampled:
         return greedy_tokens
@@ -88,8 +88,8 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """The first maximum of each row. Two passes find it, since torch on a CPU vectorizes amax but not
-    argmax."""
+    """Return the first maximum of each row. Two passes find the maximum, since torch on a CPU vectorizes amax
+    but not argmax."""
     if logits.shape[1] % ARGMAX_BLOCK:
         return logits.max(dim=-1).indices
     blocks = logits.unflatten(1, (-1, ARGMAX_BLOCK))
@@ -99,7 +99,9 @@ def first_argmax(logits: Tensor) -> Tensor:
 
 
 def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
-    """scores [rows, V] with -inf for tokens excluded by top_k, min_p, then top_p; ties stay together."""
+    """Return scores [rows, V] with -inf for tokens excluded by top_k, min_p, then top_p; ties stay
+    together.
+    """
     lowest = scores.amax(dim=-1, keepdim=True) + batch.log_min_p
     if batch.max_top_k > 0:
         best = scores.topk(min(batch.max_top_k, scores.shape[1]), dim=-1).values
@@ -114,9 +116,9 @@ def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """The greatest bound [rows, 1] such that tokens at or above it have top_p of the probability.
+    """Return the greatest bound [rows, 1] such that tokens at or above it have top_p of the probability.
 
-    Bisection finds it: on a CPU, 30 passes over a row take a quarter of the time of sorting it.
+    Bisection finds the bound: on a CPU, 30 passes over a row take a quarter of the time of sorting the row.
     """
     low, high = torch.zeros_like(top_p), probabilities.amax(dim=-1, keepdim=True)
     for _ in range(BISECTIONS):
@@ -127,7 +129,9 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """float32 [B] in [0, 1): a hash (splitmix64) of seed and position, int64 [B]. There is no state."""
+    """Return float32 [B] in [0, 1): a hash (splitmix64) of seed and position, int64 [B]. There is no
+    state.
+    """
     state = seed + (position + 1) * -0x61C8864680B583EB
     state = (state ^ _shift(state, 30)) * -0x40A7B892E31B1A47
     state = (state ^ _shift(state, 27)) * -0x6B2FB644ECCEEE15
@@ -141,7 +145,7 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, one_by_one: bool) -> Tensor:
-    """float32 [B, V]. one_by_one: each row by itself, since the order of sums may depend on B."""
+    """Sum to float32 [B, V]. one_by_one: each row by itself, since the order of sums may depend on B."""
     if not one_by_one:
         return logits.float().log_softmax(dim=-1)
     return torch.cat([row.float().log_softmax(dim=-1) for row in logits.split(1)])
@@ -150,7 +154,9 @@ def _log_softmax(logits: Tensor, one_by_one: bool) -> Tensor:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, sequences: Rows[Sequence], one_by_one: bool = False
 ) -> dict[int, TokenLogprobs]:
-    """Logprobs by row, for requests that ask for them, from the model's logits before any adjustment."""
+    """Return logprobs by row, for requests that ask for them, from the model's logits before any
+    adjustment.
+    """
     wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
     if not wanted:
         return {}
@@ -168,7 +174,9 @@ def token_logprobs(
 def prompt_logprobs(
     logits: Tensor, tokens: Rows[int], count: int, one_by_one: bool = False
 ) -> list[TokenLogprobs]:
-    """logits [S, V] and the S tokens that followed → each one's log-probability, rank, and `count` best."""
+    """Map logits [S, V] and the S tokens that followed to each token's log-probability, its rank, and the
+    `count` best.
+    """
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), SCORED_AT_ONCE):
         part = slice(start, start + SCORED_AT_ONCE)

@@ -1,6 +1,6 @@
 """Sampling parameters on a GPU, by the requests' rows in the pool, where CUDA graphs read them.
 
-Not for the CPU, which draws with torch (`sampler.py`).
+A CPU draws with torch (`sampler.py`).
 """
 
 import math
@@ -43,5 +43,7 @@ class SamplingRows:
             self._owners[row] = sequence
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """logits [B, V], rows and positions of the tokens to be drawn int64 [B] → tokens int64 [B]."""
+        """Draw tokens int64 [B] from logits [B, V], for rows and positions of the tokens to be drawn, int64
+        [B].
+        """
         return sample_tokens(logits, rows, positions, self.numbers, self.integers)
