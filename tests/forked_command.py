@@ -3,30 +3,41 @@
 What a command knows of plugins it has from its environment, like one that a user starts.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from scalegate.serving_check.server.fork_server import start_process
+from scalegate.serving_check.server.fork_server import Process, start_process
 
 
 def run_pipeline(
     *words: object, environment: dict[str, str], folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`pipeline WORDS` in `folder`."""
+    """`pipeline WORDS` in `folder`, until it ends."""
     given = [*map(str, words)]
     with tempfile.TemporaryDirectory() as outputs:
-        out, err = (Path(outputs) / name for name in ("out", "err"))
-        connection, process = start_process(
-            _main, given, environment, folder or Path.cwd(), out, err, name="pipeline"
-        )
-        with connection:
+        with running_pipeline(given, Path(outputs), environment, folder) as process:
             process.join()
         assert process.exitcode is not None
-        return subprocess.CompletedProcess(given, process.exitcode, out.read_text(), err.read_text())
+        out, err = ((Path(outputs) / name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(given, process.exitcode, out, err)
+
+
+@contextlib.contextmanager
+def running_pipeline(
+    words: list[str], outputs: Path, environment: dict[str, str], folder: Path | None = None
+) -> Iterator[Process]:
+    """`pipeline WORDS` in `folder`, which writes its output into the files `out` and `err` of `outputs`."""
+    connection, process = start_process(
+        _main, words, environment, folder or Path.cwd(), outputs / "out", outputs / "err", name="pipeline"
+    )
+    with connection:
+        yield process
 
 
 def _main(

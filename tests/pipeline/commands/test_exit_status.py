@@ -20,6 +20,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.records.artifact import VERDICT_NAME, Artifact
 from scalegate.pipeline.records.file_digests import sha256_of
 from scalegate.serving_check.evidence.verdict import Verdict
+from scalegate.tests.forked_command import running_pipeline
 from scalegate.tests.verdict_files import read_verdict
 
 from ...serving_check.gate_samples import sample_verdict
@@ -88,19 +89,15 @@ def test_output_that_nobody_reads_is_not_a_failed_gate():
 
 
 def test_ctrl_c_ends_a_running_command_with_130(example_checkpoint, tmp_path):
-    command = [*PIPELINE, "quantize", str(example_checkpoint), "--recipe", "int4-hqq"]
-    # Whoever starts the tests in the background has the signal ignored, and children inherit that.
-    process = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "out")],
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "out").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    assert b"Traceback" not in process.stderr.read()
+    words = ["quantize", str(example_checkpoint), "--recipe", "int4-hqq", "--out", str(tmp_path / "artifact")]
+    with running_pipeline(words, tmp_path, dict(os.environ)) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "artifact").exists() and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+    assert process.exitcode == 130
+    assert "Traceback" not in (tmp_path / "err").read_text()
 
 
 @pytest.fixture(scope="module")

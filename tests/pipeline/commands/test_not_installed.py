@@ -33,6 +33,7 @@ def test_its_version_is_not_known(environment):
     assert done.stdout == f"pipeline, version {NOT_INSTALLED}\n"
 
 
+@pytest.mark.exhaustive
 def test_it_serves(environment, example_checkpoint: Path, tmp_path: Path):
     serve = [*COMMAND, "serve", str(example_checkpoint), "--port", "0", "--max-num-seqs", "2"]
     with SubprocessEndpoint(serve, "tree", log=tmp_path / "log", env=environment, progress=False) as tree:

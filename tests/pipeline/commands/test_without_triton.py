@@ -64,6 +64,7 @@ def test_every_module_can_be_imported(environment):
     assert len(done.stdout.split()) > 300
 
 
+@pytest.mark.exhaustive
 def test_doctor_says_what_is_missing(environment):
     layouts = json.loads(succeed(environment, "doctor", "--json"))["layouts"]
     assert any(layout["layout"] == "cpu_int4" and layout["refusal"] is None for layout in layouts)
