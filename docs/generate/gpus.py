@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from scalegate.layouts.choosing.tried import MARKS, tried
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
+from scalegate.layouts.formats.input_format import dynamic_input
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import AnyLayout, Experts, ExpertsLayout, Problem
 
@@ -43,9 +44,12 @@ def _rows() -> list[tuple[str, Problem]]:
     for experts in (None, EXPERTS):
         # Registries are in the order of imports.
         for _, weight_format in sorted(WEIGHT_FORMATS.items()):
-            spec = weight_format.variants()[0]
-            problem = Problem(spec, *SHAPE, torch.bfloat16, torch.device("cuda", 0), experts)
-            rows.append((f"{spec.label}{', experts' * bool(experts)}", problem))
+            first, *others = weight_format.variants()
+            # Variants whose inputs are rounded otherwise have layouts of their own.
+            others = [spec for spec in others if dynamic_input(spec) not in (None, dynamic_input(first))]
+            for spec in [first, *others]:
+                problem = Problem(spec, *SHAPE, torch.bfloat16, torch.device("cuda", 0), experts)
+                rows.append((f"{spec.label}{', experts' * bool(experts)}", problem))
     return rows
 
 

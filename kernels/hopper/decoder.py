@@ -74,6 +74,10 @@ class Decoder(ABC):
     fill_table: ClassVar[JITFunction | None] = None
     table_bytes: ClassVar[int] = 0
     reorders_x: ClassVar[bool] = False
+    x_bits: ClassVar[int] = 16
+    """Of an activation: 8 if weights are decoded to E4M3, and activations are E4M3."""
+    factor_by_row: ClassVar[bool] = False
+    """`PackedOperand.factor` has a number for each row of x, else one for all."""
     read_sum_scales: ClassVar[JITFunction | None] = None
 
     @property

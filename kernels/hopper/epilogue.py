@@ -60,7 +60,7 @@ class Exchange:
 
 @aggregate
 class Output:
-    """Store y [M, N]: the sums, multiplied by `factor` if there is one.
+    """Store y [M, N]: the sums, multiplied by `factor` if there is one: a number, or one for each row.
 
     With VECTOR_STORE, rows of y are whole groups of four.
     """
@@ -89,6 +89,15 @@ def partial_floats(rows, columns):
 @gluon.constexpr_function
 def fragment_layout(rows):
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, 8, 16])
+
+
+@gluon.jit
+def scale_rows(accumulator, output, row, t):
+    """The sums of rows of x from `row` on times their factors, which the kernel before may have written."""
+    gdc_wait()
+    m = row + gl.arange(0, t.BM // t.HALVES, gl.SliceLayout(0, t.MMA))
+    factor = gl.load(output.factor + m, mask=m < output.M, other=0.0, cache_modifier=".cg")
+    return accumulator * gl.expand_dims(factor, 0)
 
 
 @gluon.jit
@@ -196,7 +205,7 @@ def store_y(fragments, output, tile_n, tile_m, t):
     """Round the sums and store them to the tile of y, as far as it has rows and columns."""
     M = output.M
     N = output.N
-    if output.factor is not None:
+    if output.factor is not None and not t.FACTOR_BY_ROW:
         factor = gl.load(output.factor)
         for _ in gl.static_range(t.BM // 8):
             # The tuple rotates: after all fragments each is in its place.

@@ -5,20 +5,22 @@
 
 The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; a warpgroup that
 issues another stalls until there is room. So the decoding behind all wgmmas of a chunk is hidden only by the
-last of them, and there are two schedules:
+last of them, and there are three schedules:
 
     chunked_mainloop  decode 64 or 128 columns, then issue their wgmmas: up to 64 rows of x, which is bound
                       by bytes from HBM, or where the scale multiplies the sums
     sliced_mainloop   decode 16 columns, issue their wgmma, decode the next 16: more rows. A stage's words
                       are read while wgmmas of the stage before are in flight
+    halves_mainloop   decode 128 columns and multiply them by half of x at a time: 256 rows, where the scale
+                      multiplies the sums, whose registers leave none for a second chunk
 
-Both loops wait on full mbarriers with all lanes and arrive at empty ones once a warp (`ptx.py`), and return
-the accumulator [BN, BM], the slot behind their last stage and its phase. The kernel in `invariant.py` has a
-loop of its own.
+All loops wait on full mbarriers with all lanes and arrive at empty ones once a warp (`ptx.py`), and return
+the accumulator [BN, BM] or both halves of it, the slot behind their last stage and its phase. The kernel in
+`invariant.py` has a loop of its own.
 """
 
 from ..triton_imports import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from .operand import wgmma_operand
+from .operand import e4m3_operand, e4m3_words, wgmma_operand
 from .ptx import mbarrier_arrive, mbarrier_wait
 
 
@@ -59,11 +61,23 @@ def read_operand(slot, lane, row, CHUNK: gl.constexpr, t, smem):
         more_words = t.DECODER.read_words(slot, lane, tile + 1, t, smem)
         if t.SCALE_COLUMNS < 128:
             more_scales = t.DECODER.read_scales(slot, row, tile + 1, t, smem)
-    operand = wgmma_operand(words, scales, more_words, more_scales, CHUNK, t)
+    if t.X_BITS == 8:
+        operand = e4m3_words(words, more_words, CHUNK, t)
+    else:
+        operand = wgmma_operand(words, scales, more_words, more_scales, CHUNK, t)
     if t.SCALE_WEIGHTS:
         return operand, 1.0
     else:
         return operand, t.DECODER.read_sum_scales(slot, CHUNK, t, smem)
+
+
+@gluon.jit
+def as_operand(weight, t):
+    """What `read_operand` has read, as wgmma takes it."""
+    if t.X_BITS == 8:
+        return e4m3_operand(weight, t)
+    else:
+        return weight
 
 
 @gluon.jit
@@ -85,7 +99,11 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
             for chunk in gl.static_range(t.CHUNKS):
                 x_chunk = x_ring.index(slot).slice(chunk * 16 * t.SLICES, 16 * t.SLICES, dim=1)
                 products = warpgroup_mma(
-                    weight, x_chunk.permute((1, 0)), accumulator, use_acc=t.SCALE_WEIGHTS, is_async=True
+                    as_operand(weight, t),
+                    x_chunk.permute((1, 0)),
+                    accumulator,
+                    use_acc=t.SCALE_WEIGHTS,
+                    is_async=True,
                 )
                 scale_before = scale
                 if t.SCALE_WEIGHTS:
@@ -110,6 +128,62 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
     if t.SCALE_WEIGHTS:
         accumulator, before = warpgroup_mma_wait(0, deps=[accumulator, before])
     return accumulator, slot, phase
+
+
+@gluon.jit
+def read_chunk(slot, lane, CHUNK: gl.constexpr, t, smem):
+    """Chunk `CHUNK` of a slot, before it is decoded: the words of its tile or tiles, and the sums' scales."""
+    tile: gl.constexpr = CHUNK * t.SLICES // 4
+    words = t.DECODER.read_words(slot, lane, tile, t, smem)
+    more_words = words
+    if t.SLICES == 8:
+        more_words = t.DECODER.read_words(slot, lane, tile + 1, t, smem)
+    return words, more_words, t.DECODER.read_sum_scales(slot, CHUNK, t, smem)
+
+
+@gluon.jit
+def halves_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
+    """`chunked_mainloop` with scaled sums for two halves of x, one after the other: two accumulators.
+
+    There are registers for the sums of a chunk over one half, and for no other chunk's operand. While a
+    warpgroup decodes, or adds such sums to its accumulator, the wgmmas of the other warpgroup run.
+    """
+    HALF: gl.constexpr = t.BM // 2
+    low = gl.zeros([t.BN, HALF], gl.float32, t.MMA)
+    high = gl.zeros([t.BN, HALF], gl.float32, t.MMA)
+    mbarrier_wait(smem.FULL + slot * 8, phase)
+    words, more_words, scale = read_chunk(slot, lane, 0, t, smem)
+    for stage in range(k_stage, k_end):
+        wraps = slot + 1 >= t.STAGES
+        following = gl.where(wraps, slot + 1 - t.STAGES, slot + 1)
+        for chunk in gl.static_range(t.CHUNKS):
+            weight = e4m3_words(words, more_words, chunk, t)
+            x_chunk = x_ring.index(slot).slice(chunk * 16 * t.SLICES, 16 * t.SLICES, dim=1)
+            x_low = x_chunk.slice(0, HALF, dim=0).permute((1, 0))
+            products = warpgroup_mma(as_operand(weight, t), x_low, low, use_acc=False, is_async=True)
+            if chunk == 0:
+                previous = gl.where(slot - 1 < 0, slot - 1 + t.STAGES, slot - 1)
+                mbarrier_arrive(smem.EMPTY + previous * 8, stage > k_stage)
+            products, weight = warpgroup_mma_wait(0, deps=[products, weight])
+            low += products * scale
+            # Nothing is in flight: this keeps the next wgmmas behind these sums, whose registers they take.
+            low, weight = warpgroup_mma_wait(0, deps=[low, weight])
+            x_high = x_chunk.slice(HALF, HALF, dim=0).permute((1, 0))
+            products = warpgroup_mma(as_operand(weight, t), x_high, high, use_acc=False, is_async=True)
+            scale_before = scale
+            products, weight = warpgroup_mma_wait(0, deps=[products, weight])
+            if chunk + 1 < t.CHUNKS:
+                words, more_words, scale = read_chunk(slot, lane, chunk + 1, t, smem)
+            else:
+                # Behind the last stage this reads what is not used.
+                phase = gl.where(wraps, phase ^ 1, phase)
+                if stage + 1 < k_end:
+                    mbarrier_wait(smem.FULL + following * 8, phase)
+                words, more_words, scale = read_chunk(following, lane, 0, t, smem)
+            high += products * scale_before
+            high, words = warpgroup_mma_wait(0, deps=[high, words])
+        slot = following
+    return low, high, slot, phase
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ Decoding itself is defined by each format.
 """
 
 from ..triton_imports import gl, gluon
+from .ptx import ptx
 
 
 @gluon.jit
@@ -21,6 +22,55 @@ def join_slices(part, SLICES: gl.constexpr):
         odd = gl.join(gl.join(part[2], part[3]), gl.join(part[6], part[7]))
         slices = gl.join(even, odd)
     return slices
+
+
+@gluon.jit
+def e4m3_words(words, more_words, CHUNK: gl.constexpr, t):
+    """wgmma's A registers in E4M3 as words, each four columns of a row: [row / 16, r, t, v, u, slice, tile].
+
+    Not yet as numbers of eight bits: LLVM takes those apart wherever a loop hands them on.
+    """
+    if t.SLICES == 2:
+        return t.DECODER.decode(words, CHUNK % 2)
+    else:
+        tile = gl.join(t.DECODER.decode(words, 0), t.DECODER.decode(words, 1))
+        if t.SLICES == 4:
+            return tile
+        else:
+            return gl.join(tile, gl.join(t.DECODER.decode(more_words, 0), t.DECODER.decode(more_words, 1)))
+
+
+@gluon.constexpr_function
+def bytes_asm():
+    return ptx("out*4 word*4", *[f"mov.b32 $out{i}, $word{i};" for i in range(4)])
+
+
+@gluon.constexpr_function
+def four_types():
+    return (gl.float8e4nv,) * 4
+
+
+@gluon.jit
+def e4m3_operand(words, t):
+    """The result of `e4m3_words` as the A operand [BN, 16 * SLICES].
+
+    Four words side by side in a thread are one register of four results. So the last two dimensions of each
+    of these are a register's bytes, and which of the words it is becomes the two that are joined.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(0, t.MMA, 4)
+    asm: gl.constexpr = bytes_asm()
+    types: gl.constexpr = four_types()
+    a, b, c, d = gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r,r,r,r", [words], dtype=types, is_pure=True, pack=4
+    )
+    chunk = gl.join(gl.join(a, b), gl.join(c, d))
+    if t.SLICES == 8:
+        chunk = gl.permute(chunk, [0, 4, 1, 7, 8, 3, 2, 5, 6])
+    elif t.SLICES == 4:
+        chunk = gl.permute(chunk, [0, 7, 1, 6, 3, 2, 4, 5])
+    else:
+        chunk = gl.permute(chunk, [0, 5, 1, 6, 2, 3, 4])
+    return gl.convert_layout(gl.reshape(chunk, [t.BN, 16 * t.SLICES]), operand, assert_trivial=True)
 
 
 @gluon.jit

@@ -14,9 +14,9 @@ SEMAPHORES = 1024
 
 
 @cache
-def x_layout() -> gl.NVMMASharedLayout:
+def x_layout(bits: int = 16) -> gl.NVMMASharedLayout:
     """Return the layout of shared memory for a stage of x."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @cache
@@ -33,7 +33,8 @@ class PackedOperand:
     scales      int32, as the decoder has it
     semaphores  int32 [SEMAPHORES], zero before and after every launch: partial sums of a tile that are done
     decoder     what the bytes mean, for the activations' type
-    factor      fp32 [1], by which y is multiplied before it is rounded; or None
+    factor      fp32, by which y is multiplied before it is rounded: [1], or [M] if the decoder has
+                `factor_by_row`; or None
     table       what the decoder fills its table in shared memory from; or None
     """
 
@@ -55,7 +56,7 @@ class PackedOperand:
         word_rows = self.words.view(row_tiles, k_tiles * self.decoder.word_rows, 64)
         scale_block = self.decoder.scale_block(tile)
         return [
-            TensorDescriptor.from_tensor(x, [tile.m, tile.k_tiles * 64], x_layout()),
+            TensorDescriptor.from_tensor(x, [tile.m, tile.k_tiles * 64], x_layout(self.decoder.x_bits)),
             TensorDescriptor.from_tensor(word_rows, self.decoder.words_block(tile), plain_layout(3)),
             TensorDescriptor.from_tensor(self.scales, scale_block, plain_layout(len(scale_block))),
         ]

@@ -56,11 +56,12 @@ from .epilogue import (
     partial_floats,
     partial_offsets,
     reduce_partials,
+    scale_rows,
     send_partials,
     split_accumulator,
     store_y,
 )
-from .mainloop import chunked_mainloop, lane_offsets, sliced_mainloop
+from .mainloop import chunked_mainloop, halves_mainloop, lane_offsets, sliced_mainloop
 from .packed_operand import PackedOperand
 from .ptx import init_mbarriers, mbarrier_arrive, mbarrier_expect, mbarrier_wait
 from .reorder_x import REORDERING_WARPS, reordering_partition
@@ -190,8 +191,9 @@ def load_stage(
     """Start loading stage `k` of a tile into a slot of the ring."""
     if WEIGHTS:
         count: gl.constexpr = full_bytes(
-            ring.words_desc.block_shape, ring.scale_desc.block_shape, ring.x_desc.block_shape, t.REORDER_X
-        )
+            ring.words_desc.block_shape, ring.scale_desc.block_shape, ring.x_desc.block_shape, t.REORDER_X,
+            t.X_BITS,
+        )  # fmt: skip
         mbarrier_expect(slot * 8 + k * 0, k * 0 + pred, smem.FULL, count)
         ring.load_weights(slot, k, tile_n, pred, t)
     if ACTIVATIONS:
@@ -258,13 +260,22 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
             accumulator, slot, phase = sliced_mainloop(
                 x_ring, slot, phase, k_stage, k_end, lane, row, t, smem
             )
+        elif t.HALVES == 2:
+            accumulator, high, slot, phase = halves_mainloop(
+                x_ring, slot, phase, k_stage, k_end, lane, row, t, smem
+            )
         else:
             accumulator, slot, phase = chunked_mainloop(
                 x_ring, slot, phase, k_stage, k_end, lane, row, t, smem
             )
         previous = gl.where(slot - 1 < 0, slot - 1 + t.STAGES, slot - 1)
         mbarrier_arrive(smem.EMPTY + previous * 8, slot >= 0)
-        fragments = split_accumulator(accumulator, t.BN, t.BM)
+        if t.FACTOR_BY_ROW:
+            accumulator = scale_rows(accumulator, output, tile_m * t.BM, t)
+        fragments = split_accumulator(accumulator, t.BN, t.BM // t.HALVES)
+        if t.HALVES == 2:
+            high = scale_rows(high, output, tile_m * t.BM + t.BM // 2, t)
+            fragments = fragments + split_accumulator(high, t.BN, t.BM // 2)
         offsets = partial_offsets(t.BN)
         if k_stage > 0:
             if TAILS:

@@ -4,7 +4,7 @@ A stage is K_TILES tiles of 64 columns of K:
 
     words   int32 [STAGES, BN / 64, K_TILES * word_rows, 64]
     scales  int32 [STAGES, ...]                                 as the decoder has it
-    x       bf16 or fp16 [STAGES, BM, K_TILES * 64]             128-byte swizzle
+    x       bf16, fp16 or E4M3 [STAGES, BM, K_TILES * 64]       128-byte swizzle
 
 TMA fills in zeros past the end of K, M and N. The two kernels arm the full mbarrier, each in its own
 way.
@@ -61,21 +61,22 @@ class Ring:
 
 
 @gluon.constexpr_function
-def activation_bytes(x_block):
+def activation_bytes(x_block, x_bits=16):
     """Return the bytes of x that arrive in a slot."""
-    return 2 * math.prod(x_block)
+    return x_bits // 8 * math.prod(x_block)
 
 
 @gluon.constexpr_function
-def stage_bytes(words_block, scale_block, x_block):
+def stage_bytes(words_block, scale_block, x_block, x_bits=16):
     """Return all bytes that arrive in a slot."""
-    return 4 * math.prod(words_block) + 4 * math.prod(scale_block) + activation_bytes(x_block)
+    return 4 * math.prod(words_block) + 4 * math.prod(scale_block) + activation_bytes(x_block, x_bits)
 
 
 @gluon.constexpr_function
-def full_bytes(words_block, scale_block, x_block, x_apart):
+def full_bytes(words_block, scale_block, x_block, x_apart, x_bits):
     """Return the bytes that a full stage's mbarrier counts: x's too, unless x arrives at a separate one."""
-    return stage_bytes(words_block, scale_block, x_block) - (activation_bytes(x_block) if x_apart else 0)
+    apart = activation_bytes(x_block, x_bits) if x_apart else 0
+    return stage_bytes(words_block, scale_block, x_block, x_bits) - apart
 
 
 @gluon.constexpr_function

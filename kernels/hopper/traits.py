@@ -40,6 +40,9 @@ class Traits:
     """How many weights lie one behind the other along K, to be multiplied by the same x and added up."""
     HALF: gl.constexpr
     DTYPE: gl.constexpr
+    X_BITS: gl.constexpr
+    """Of an activation and, where wgmma takes it, of a weight."""
+    FACTOR_BY_ROW: gl.constexpr
     STAGES: gl.constexpr
     K_TILES: gl.constexpr
     SLICES: gl.constexpr
@@ -52,8 +55,10 @@ class Traits:
     """Warps between loading and multiplying that reorder x (`reorder_x.py`)."""
     X_BARRIER: gl.constexpr
     """Which of the mbarriers behind those of full stages is the first that counts x's bytes."""
+    HALVES: gl.constexpr
+    """2 if an accumulator has half of the rows of x, since as many sums go beside it (`halves_mainloop`)."""
     MMA: gl.constexpr
-    """Layout of the fp32 accumulator [BN, BM]."""
+    """Layout of the fp32 accumulator [BN, BM / HALVES]."""
 
     @gluon.constexpr_function
     def __init__(self, tile, decoder, scale_weights):
@@ -64,6 +69,8 @@ class Traits:
         self.PLANES = gl.constexpr(decoder.planes)
         self.HALF = gl.constexpr(decoder.half)
         self.DTYPE = gl.constexpr(gl.float16 if decoder.half else gl.bfloat16)
+        self.X_BITS = gl.constexpr(decoder.x_bits)
+        self.FACTOR_BY_ROW = gl.constexpr(decoder.factor_by_row)
         self.STAGES = gl.constexpr(tile.stages)
         self.K_TILES = gl.constexpr(tile.k_tiles)
         self.SLICES = gl.constexpr(tile.slices)
@@ -72,7 +79,10 @@ class Traits:
         self.SCALE_WEIGHTS = gl.constexpr(scale_weights)
         self.REORDER_X = gl.constexpr(decoder.reorders_x)
         self.X_BARRIER = gl.constexpr(48 if decoder.reorders_x else 0)
-        self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [tile.n // 16, 1], [16, tile.m, 16]))
+        halves = 2 if not scale_weights and tile.m == 256 else 1
+        shape = [16, tile.m // halves, 256 // decoder.x_bits]
+        self.MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [tile.n // 16, 1], shape))
+        self.HALVES = gl.constexpr(halves)
 
 
 @aggregate
@@ -82,7 +92,7 @@ class Smem:
     Each ring begins at a multiple of its slots' bytes (`Slots`), and of 1024.
 
     0          table        the decoder's, if it has one
-    X          x            STAGES * [BM, K_TILES * 64] of 16 bits
+    X          x            STAGES * [BM, K_TILES * 64] of X_BITS
     WORDS      words        STAGES * WORD_BYTES
     SCALES     scales       STAGES * SCALE_BYTES
     FULL       mbarriers    a stage's bytes have arrived
@@ -105,7 +115,7 @@ class Smem:
 
     @gluon.constexpr_function
     def __init__(self, t, words_block, scale_block):
-        stages, x_bytes = t.STAGES.value, t.BM.value * t.K_TILES.value * 128
+        stages, x_bytes = t.STAGES.value, t.BM.value * t.K_TILES.value * 8 * t.X_BITS.value
         word_bytes, scale_bytes = numbers_in(words_block) * 4, numbers_in(scale_block) * 4
         x = t.DECODER.value.table_bytes
         words = round_up(x + stages * x_bytes, max(1024, word_bytes))

@@ -5,8 +5,7 @@ A number has three bits of mantissa, values reach ±448, and there is no infinit
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,11 +21,11 @@ class E4M3Input:
     Nothing is stored or calibrated (compressed-tensors: strategy `token` or `group`, `dynamic: true`).
 
     group_size: consecutive inputs that share a scale; None for all inputs of a token
+    hardware:   what multiplies inputs of this format by the weights that they belong to
     """
 
-    hardware: ClassVar[str] = "NVIDIA GPUs of compute capability 8.9 or higher"
-
     group_size: int | None = None
+    hardware: str = field(default="NVIDIA GPUs of compute capability 8.9 or higher", compare=False)
 
     @property
     def label(self) -> str:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .e4m3 import PER_TOKEN, E4M3Input
+from .e4m3 import E4M3Input
 from .weight_format import WEIGHT_FORMATS, Weight
 
 ZERO_POINTS = ("integer", "fractional")
@@ -16,6 +16,8 @@ SMALLEST_GROUP = 16
 COMMON_GROUPS = (128, 64, 32, 16)
 UNQUANTIZED, FP8_INPUTS = "unquantized", "fp8"
 ACTIVATIONS = (UNQUANTIZED, FP8_INPUTS)
+BY_INT4 = E4M3Input(hardware="NVIDIA GPUs of compute capability 9.0 (H100, H200)")
+"""Engines have this product for Hopper alone."""
 SCALE_BITS, INTEGER_ZERO_BITS, FRACTIONAL_ZERO_BITS = 16, 4, 16
 
 
@@ -60,7 +62,7 @@ class Int4:
 
     @property
     def dynamic_input(self) -> E4M3Input | None:
-        return PER_TOKEN if self.activations == FP8_INPUTS else None
+        return BY_INT4 if self.activations == FP8_INPUTS else None
 
     @property
     def label(self) -> str:

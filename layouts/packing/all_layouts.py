@@ -12,6 +12,7 @@ from .emulated import CPU_EMULATED, EMULATED
 from .fixed_rows import FixedRows
 from .fp8_scaled import FP8_SCALED, FP8_SCALED_INVARIANT
 from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
+from .int4_fp8 import INT4_FP8
 from .int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT
 from .invariant_linear import InvariantLinear
 from .iq2_xxs import IQ2_XXS
@@ -37,6 +38,7 @@ FOR_A_CPU: tuple[Layout, ...] = (
 
 IN_ORDER: tuple[AnyLayout, ...] = (
     TorchLinear(),
+    INT4_FP8,
     SWAP_AB,
     NVFP4_SWAP_AB,
     INT8_SWAP_AB,

@@ -23,6 +23,7 @@ def hopper_source(
     tile, decoder: Decoder, factor: bool, odd_rows: bool, sequential: bool, tails: bool
 ) -> GluonASTSource:
     element = "fp16" if decoder.half else "bf16"
+    x_element = element if decoder.x_bits == 16 else "fp8e4nv"
     words, scales = decoder.words_block(tile), decoder.scale_block(tile)
     is_invariant = isinstance(tile, invariant.Tile)
     bulk = is_invariant and tile.k_tiles == 1 and not odd_rows
@@ -33,7 +34,7 @@ def hopper_source(
         kernel = stream_k.stream_k_kernel
         constants = {"FORM": stream_k.form_of(tile, decoder, 1001 if odd_rows else 1024, tails)}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        "x_desc": f"tensordesc<{element}[{tile.m}, {tile.k_tiles * 64}],{x_layout()!r}>",
+        "x_desc": f"tensordesc<{x_element}[{tile.m}, {tile.k_tiles * 64}],{x_layout(decoder.x_bits)!r}>",
         "words_desc": f"tensordesc<i32{words},{plain_layout(len(words))!r}>",
         "scale_desc": f"tensordesc<i32{scales},{plain_layout(len(scales))!r}>",
         "y": f"*{element}",
@@ -97,7 +98,7 @@ def name_of(tile) -> str:
 
 def loop_instructions(instructions: list[str]) -> list[str]:
     """The shortest loop with all wgmmas of a kernel; each instruction takes 16 bytes."""
-    products = [i for i, text in enumerate(instructions) if "HGMMA" in text]
+    products = [i for i, text in enumerate(instructions) if "HGMMA" in text or "QGMMA" in text]
     loops = []
     for end, text in enumerate(instructions):
         branch = re.search(r"\bBRA (0x[0-9a-f]+)", text)

@@ -37,5 +37,8 @@ def test_formats_that_leave_inputs_alone_emulate_nothing(spec) -> None:
 
 
 def test_a_layout_that_multiplies_rounded_inputs_itself_emulates_nothing() -> None:
+    w4a8 = Int4(128, symmetric=True, activations="fp8")
+    assert emulated_inputs(layer(w4a8, "int4_fp8")) == {}
+    assert list(emulated_inputs(layer(w4a8, "swap_ab"))) == [(PER_TOKEN.label, w4a8.dynamic_input.hardware)]
     assert not emulates_inputs(LAYOUTS["fp8_scaled"])
     assert emulates_inputs(LAYOUTS["emulated"])

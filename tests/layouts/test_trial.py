@@ -60,8 +60,7 @@ def on_a_gpu(layout: OwnKernel) -> Problem:
     """A problem that a layout of ours does not refuse on a GPU where every kernel runs."""
     modes, experts = ("tuned", "pin"), (None, Experts(64, 8))
     for _, weight_format in WEIGHT_FORMATS.items():
-        for mode, some in product(modes, experts):
-            spec = weight_format.variants()[0]
+        for spec, mode, some in product(weight_format.variants(), modes, experts):
             asked = Problem(spec, 256, 512, torch.bfloat16, torch.device("cuda", 0), some, mode)
             if layout.refuses(asked) is None:
                 return asked

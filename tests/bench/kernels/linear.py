@@ -4,6 +4,7 @@
     python -P tests/bench/kernels/linear.py --format nvfp4 --layouts nvfp4_swap_ab,humming
     python -P tests/bench/kernels/linear.py --format int8 --layouts int8_swap_ab,gpu_dequantized
     python -P tests/bench/kernels/linear.py --format fp8 --layouts fp8_scaled,fp8_scaled_invariant
+    python -P tests/bench/kernels/linear.py --format int4-fp8 --layouts int4_fp8 --m 1,16,64,256,1024,4096
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -34,6 +35,7 @@ from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.fp8_scaled import FP8Scaled
 from scalegate.layouts.packing.hopper import HopperLayout
+from scalegate.layouts.packing.int4_fp8 import Int4FP8
 from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem, rounds_inputs
 from scalegate.layouts.packing.portable import PortableLayout
 from scalegate.tests.bench.engine.compile_ahead import Job, compile_ahead, tune_for
@@ -64,7 +66,7 @@ SLOW_FROM = 512
 """A layout more than `HOPELESS` times behind at some M is not timed from here on: that would take minutes."""
 OURS = {
     "int4": "swap_ab", "int8": "int8_swap_ab", "nvfp4": "nvfp4_swap_ab", "fp8": "fp8_scaled",
-    "fp8-block": "fp8_scaled",
+    "fp8-block": "fp8_scaled", "int4-fp8": "int4_fp8",
 }  # fmt: skip
 """By format, what is compared with the best other."""
 COMPILING_BY_SHAPE, COMPILING_BY_M = "humming", "gemlite"
@@ -87,7 +89,7 @@ def random_int4(n: int, k: int, group_size: int, fractional: bool, device: torch
 
 
 def random_weight(spec: WeightFormat, n: int, k: int, device: torch.device) -> Weight:
-    if isinstance(spec, Int4):
+    if isinstance(spec, Int4) and not spec.symmetric:
         return random_int4(n, k, spec.group_size, not spec.has_integer_zero, device)
     return spec.random(n, k, device)
 
@@ -134,7 +136,7 @@ def problem_of(spec: WeightFormat, n: int, k: int, device: torch.device) -> Prob
 
 
 def is_ours(name: str) -> bool:
-    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout | FP8Scaled)
+    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout | FP8Scaled | Int4FP8)
 
 
 @dataclass
@@ -313,6 +315,8 @@ def jobs_for(
 def spec_of(arguments: argparse.Namespace) -> WeightFormat:
     if arguments.format == "int4":
         return int4(arguments.group_size, arguments.fractional)
+    if arguments.format == "int4-fp8":
+        return Int4(arguments.group_size, symmetric=True, activations="fp8")
     others = {"int8": Int8(arguments.group_size), "nvfp4": NVFP4(), "fp8": FP8(), "fp8-block": FP8(BLOCKS)}
     return others[arguments.format]
 
