@@ -26,13 +26,12 @@ from .decoded_tensors import as_decoded
 from .gptq_and_awq import AWQ, GPTQ, decoded_awq, decoded_gptq
 from .mxfp4 import METHOD as MXFP4
 from .mxfp4 import decoded_mxfp4
+from .quantization_section import OLD_SECTION, SECTION, with_section
 from .safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-OLD_SECTION = "compression_config"
-"""The name of the quantization section in old versions of compressed-tensors."""
 DECODERS = {
     MXFP4: decoded_mxfp4,
     GPTQ: decoded_gptq,
@@ -49,6 +48,11 @@ ROPES_BY_LENGTH = ("dynamic", "longrope")
 """Types of rope whose encoding of long positions depends on the longest request or the server's limit."""
 NO_WEIGHT = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
 """Tensors that are no weights: old rotary caches, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
+OTHER_KINDS = {
+    "params.json": "its maker's own form (params.json)",
+    "*.gguf": "llama.cpp's form (GGUF)",
+}
+"""Files of checkpoints that have no config.json, and what they are."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ADAPTER_CONFIG = "adapter_config.json"
 OTHER_WEIGHTS = ("consolidated", "adapter_")
@@ -94,7 +98,7 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        return self.config.get("quantization_config") or self.config.get(OLD_SECTION)
+        return self.config.get(SECTION) or self.config.get(OLD_SECTION)
 
     @property
     def model_type(self) -> str:
@@ -178,6 +182,10 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
             raise UserError(f"{model} is a folder; --revision applies to Hub ids only")
         model, commit = _snapshot_of(folder) or (model, None)
     elif folder.exists():
+        if folder.suffix == ".gguf":
+            raise UserError(
+                f"{model} is a GGUF file, which llama.cpp reads; give the folder of its base model"
+            )
         raise UserError(f"{model} is a file; give the folder that holds config.json and the weights")
     elif _looks_like_a_path(model):
         raise UserError(f"there is no folder {model}; give a checkpoint folder or a Hub id (ORG/NAME)")
@@ -193,7 +201,9 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     headers |= unindexed
     for header in unindexed.values():
         tensors |= header.tensors
-    section = config.get("quantization_config") or {}
+    config = with_section(config, folder, tensors)
+    refuse_malformed(config, str(folder / CONFIG_NAME))
+    section = config.get(SECTION) or {}
     decode = DECODERS.get(str(section.get("quant_method")))
     if decode is not None:
         tensors = as_decoded(tensors, decode(model, tensors, section))
@@ -233,6 +243,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         if not any(folder.iterdir()):
             raise UserError(f"{folder} is empty; give a folder that holds config.json and the weights")
+        for other, kind in OTHER_KINDS.items():
+            if any(folder.glob(other)):
+                raise UserError(
+                    f"{folder} has no {CONFIG_NAME}: it holds a model in {kind}; give the same model in the "
+                    "form of transformers"
+                )
         raise UserError(f"{folder} has no {CONFIG_NAME}; give the folder of a whole checkpoint")
     config = read_json_object(require_file(folder, CONFIG_NAME), infinity=True)
     refuse_malformed(config, str(path))

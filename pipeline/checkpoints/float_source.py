@@ -125,7 +125,7 @@ def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -
         return n, k
     if scale.shape in ((n,), (n, 1), (*info.shape[:-1], 1)):
         return 1, k
-    block = _declared_block(checkpoint.quantization_config or {})
+    block = _declared_block(checkpoint.quantization_config or {}) or _block_of(info, scale)
     expected = (*info.shape[:-2], -(-n // block[0]), -(-k // block[1]))
     if scale.shape != expected:
         raise UserError(
@@ -136,14 +136,22 @@ def _scale_blocks(checkpoint: Checkpoint, info: TensorInfo, scale: TensorInfo) -
     return block[0], block[1]
 
 
-def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many rows and columns share a scale, by DeepSeek's or compressed-tensors' key in the config,
-    or else 128."""
+def _declared_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return how many rows and columns share a scale, by DeepSeek's or compressed-tensors' key in the
+    config."""
     groups = config.get("config_groups") or {}
     structures = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
     for block in (config.get("weight_block_size"), *structures):
         if isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block):
             return block[0], block[1]
+    return None
+
+
+def _block_of(info: TensorInfo, scale: TensorInfo) -> tuple[int, int]:
+    """Return how many rows and columns share a scale, by the shapes alone: 128, or what divides exactly."""
+    (n, k), (rows, columns) = info.shape[-2:], (1, 1, *scale.shape)[-2:]
+    if (rows, columns) != (-(-n // 128), -(-k // 128)) and rows and columns and n % rows == k % columns == 0:
+        return n // rows, k // columns
     return 128, 128
 
 

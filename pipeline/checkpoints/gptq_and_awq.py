@@ -24,18 +24,22 @@ BITS = (2, 4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word in which AWQ stores each of its eight columns."""
 ZEROS_AS_THEY_ARE = "gptq_v2"
+FORMATS = {GPTQ: (GPTQ, ZEROS_AS_THEY_ARE), AWQ: ("gemm",)}
+"""The forms of each that are read, as their makers call them."""
+FORMAT_KEYS = ("checkpoint_format", "version", "format")
 
 
 def decoded_gptq(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
-    bits = _bits(source, config, BITS)
-    offset = 0 if config.get("checkpoint_format") == ZEROS_AS_THEY_ARE else 1
+    _bits(source, config, BITS)
+    offset = 0 if _format(source, config, GPTQ) == ZEROS_AS_THEY_ARE else 1
     made = {}
     for name, qweight in tensors.items():
         if name.endswith(QWEIGHT):
             module = _Module.of(source, tensors, name.removesuffix(QWEIGHT))
-            k, n = qweight.shape[0] * WORD // bits, qweight.shape[1]
+            bits, n = module.bits(source), qweight.shape[1]
+            k = qweight.shape[0] * WORD // bits
             made[name] = module.made(n, k, _GPTQDecoder(module, bits, offset, k), f"GPTQ, {bits} bits")
     return made
 
@@ -44,9 +48,7 @@ def decoded_awq(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
     _bits(source, config, (4,))
-    version = str(config.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise UserError(f"{source}: Scalegate reads AWQ of version `gemm`, not {version!r}")
+    _format(source, config, AWQ)
     made = {}
     for name, qweight in tensors.items():
         if name.endswith(QWEIGHT):
@@ -54,6 +56,18 @@ def decoded_awq(
             k, n = qweight.shape[0], qweight.shape[1] * len(AWQ_PLACES)
             made[name] = module.made(n, k, _AWQDecoder(module, k), "AWQ, 4 bits")
     return made
+
+
+def _format(source: str, config: Mapping[str, Any], method: str) -> str:
+    """Return the form that the config names; the first one that is read if it names none."""
+    known = FORMATS[method]
+    found = next((str(config[key]).lower() for key in FORMAT_KEYS if config.get(key)), known[0])
+    if config.get("is_marlin_format"):
+        found = "marlin"
+    if found not in known:
+        listed = " and ".join(f"`{name}`" for name in known)
+        raise UserError(f"{source}: Scalegate reads {method.upper()} of version {listed}, not {found!r}")
+    return found
 
 
 def _bits(source: str, config: Mapping[str, Any], known: tuple[int, ...]) -> int:
@@ -86,7 +100,21 @@ class _Module:
             raise UserError(
                 f"{source}: {name}{QWEIGHT} has shape {list(qweight.shape)}; it must have two dimensions"
             )
+        if qweight.dtype != torch.int32 or qzeros.dtype != torch.int32:
+            dtype = str(qweight.dtype).removeprefix("torch.")
+            raise UserError(f"{source}: {name}{QWEIGHT} has dtype {dtype}; Scalegate reads codes in int32")
         return cls(name, qweight, qzeros, scales, tensors.get(f"{name}.g_idx"))
+
+    def bits(self, source: str) -> int:
+        """Return the width of the layer's GPTQ codes, by its zero points: layers of a model may differ."""
+        bits = self.qzeros.shape[1] * WORD / self.scales.shape[1]
+        if bits not in BITS or self.qweight.shape[1] != self.scales.shape[1]:
+            raise UserError(
+                f"{source}: {self.name} has qweight {list(self.qweight.shape)}, qzeros "
+                f"{list(self.qzeros.shape)} and scales {list(self.scales.shape)}, which are no GPTQ layer of "
+                "2, 4 or 8 bits"
+            )
+        return int(bits)
 
     def made(self, n: int, k: int, decode: Any, stored_as: str) -> tuple[DecodedTensor, tuple[str, ...]]:
         parts = [self.qweight, self.qzeros, self.scales, *([self.g_idx] if self.g_idx else [])]

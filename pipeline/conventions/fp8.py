@@ -26,6 +26,7 @@ from .stored import FLOAT_DTYPES, not_converted, refuse_shape, require_tensor
 
 METHOD = "fp8"
 METHODS = (METHOD, "fbgemm_fp8")
+PACKED_DTYPES = (torch.int8, torch.uint8)
 WEIGHT, SCALE_OF_BLOCKS = ".weight", ".weight_scale_inv"
 SECTION = {
     "quant_method": METHOD,
@@ -96,6 +97,12 @@ def stored_blocks(checkpoint: Checkpoint, module: str, suffix: str) -> StoredWei
 
 def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     """Return every linear weight in FP8, by module. Raise UserError if a scale is absent or misshapen."""
+    for name, info in checkpoint.tensors.items():
+        if info.dtype in PACKED_DTYPES and name + "_scale_inv" in checkpoint.tensors:
+            raise UserError(
+                f"{checkpoint.source}: {name} is FP4, two codes in a byte, as DeepSeek-V4 stores experts; "
+                "Scalegate reads FP8, and not FP4 beside it. Give a checkpoint in 16 bits or FP8"
+            )
     return {
         name.removesuffix(WEIGHT): stored_float8(checkpoint, name.removesuffix(WEIGHT))
         for name, info in checkpoint.tensors.items()

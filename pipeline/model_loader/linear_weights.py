@@ -80,6 +80,15 @@ class LinearWeight:
         return slice(first, stop, self.step)
 
 
+WRAPPERS = {
+    "_orig_mod.": "it was saved from a compiled model; save `model._orig_mod`",
+    "module.": "it was saved from a wrapped model; save `model.module`",
+    "base_model.model.": "it was saved with a LoRA adapter around it; peft: `merge_and_unload`, then save it",
+}
+"""What training programs put before every name, each with the remedy."""
+NO_LANGUAGE_MODEL = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|RewardModel$")
+
+
 @dataclass(frozen=True)
 class ExpertBias:
     """The place of one expert's bias in a tensor [E, N] that holds the biases of all experts.
@@ -120,7 +129,10 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
     if mapped.unexpected:
         roots = foreign_roots(model, mapped.unexpected)
         advice = "the config does not describe these files"
-        if roots is not None:
+        missing = _missing(model, mapped.assignments)
+        if missing:
+            advice = f"nor has the checkpoint {missing[0]}, which it needs; {_why_unlike(checkpoint, names)}"
+        elif roots is not None:
             patterns = ", ".join(f"'{root}.*'" for root in roots)
             advice = f"a recipe with `leave_out: [{patterns}]` makes an artifact without it"
         raise UserError(
@@ -344,13 +356,32 @@ def _same_module(stored: str, in_model: str) -> bool:
 def _refuse_missing(
     checkpoint: Checkpoint, model: PreTrainedModel, assignments: Sequence[Assignment]
 ) -> None:
+    missing = _missing(model, assignments)
+    if missing:
+        raise UserError(
+            f"{checkpoint.source}: {missing[0]} is missing from the checkpoint, and {type(model).__name__} "
+            "needs it; config.json and the weights do not belong together"
+        )
+
+
+def _missing(model: PreTrainedModel, assignments: Sequence[Assignment]) -> list[str]:
+    """Return the parameters of the model that no tensor fills."""
     filled = {assignment.target for assignment in assignments}
     several = {t for a in assignments if a.converter for t in a.converter.target_patterns}
     tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
-    for name, _ in model.named_parameters():
-        if name in filled or name in tied or any(pattern in name for pattern in several):
-            continue
-        raise UserError(
-            f"{checkpoint.source}: {name} is missing from the checkpoint, and {type(model).__name__} "
-            "needs it; config.json and the weights do not belong together"
-        )
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name not in filled and name not in tied and not any(pattern in name for pattern in several)
+    ]
+
+
+def _why_unlike(checkpoint: Checkpoint, names: Sequence[str]) -> str:
+    """Return what may explain tensors of other names than the model's, and the remedy."""
+    wrapper = next((w for w in WRAPPERS if all(name.startswith(w) for name in names)), None)
+    if wrapper is not None:
+        return f"all names begin with `{wrapper}`: {WRAPPERS[wrapper]}"
+    architecture = str((checkpoint.config.get("architectures") or [""])[0])
+    if NO_LANGUAGE_MODEL.search(architecture):
+        return f"it is a {architecture}, and Scalegate quantizes language models"
+    return "config.json and the weights do not belong together"

@@ -45,8 +45,9 @@ def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
             f"{checkpoint.config.get('model_type')!r}): {_one_line(error)}. Models that need their own "
             f"code (trust_remote_code) are not loaded; a newer transformers may know the architecture."
         ) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for section in (config, config.get_text_config()):
+        if hasattr(section, "quantization_config"):
+            del section.quantization_config
     return config
 
 

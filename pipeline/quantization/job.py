@@ -100,13 +100,10 @@ def prepare(
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise UserError if the source is quantized. FP8 sources do not count, since they are dequantized to 16
-    bits.
+    """Raise UserError if the source is quantized, or declares a form that is not read. FP8 sources do not
+    count, since they are dequantized to 16 bits.
     """
-    try:
-        stored = stored_weights(checkpoint)
-    except UserError:
-        return  # whatever reads the source says it better
+    stored = stored_weights(checkpoint)
     labels = sorted({weight.spec.label for weight in stored.values() if weight.is_quantized})
     if labels:
         raise UserError(

@@ -17,7 +17,8 @@ from ...base.untrusted_names import parent_leads_out
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.weight_format import spec_to_json
 from ...layouts.kv.format import KVScales
-from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, OLD_SECTION, Checkpoint
+from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
+from ..checkpoints.quantization_section import MLX_SECTION, OLD_SECTION, SECTION
 from ..checkpoints.safetensors_file import hold_the_same, read_header
 from ..conventions.convention import kv_scale_names
 from ..model_loader.prediction_heads import without_heads
@@ -206,14 +207,14 @@ def write_rest(
             shutil.copyfile(path, partial)
     checkpoint = job.checkpoint
     config = without_heads(checkpoint.config, checkpoint.left_out, checkpoint.tensors)
-    for section in ("quantization_config", OLD_SECTION):
+    for section in (SECTION, OLD_SECTION, MLX_SECTION):
         config.pop(section, None)
     if job.tasks.untied or _is_wrongly_tied(job):
         config["tie_word_embeddings"] = False
         if isinstance(config.get("text_config"), dict) and "tie_word_embeddings" in config["text_config"]:
             config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
     if job.quantization_config:
-        config["quantization_config"] = job.quantization_config
+        config[SECTION] = job.quantization_config
     write_json(folder / CONFIG_NAME, config)
     for name, content in job.convention.sidecars(job.quantization_config).items():
         write_json(folder / name, content)

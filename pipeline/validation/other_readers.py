@@ -10,7 +10,8 @@ from typing import Any
 
 from ...base.untrusted_files import read_json_object
 from ...base.untrusted_names import require_file
-from ..checkpoints.checkpoint import OLD_SECTION, Checkpoint
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.quantization_section import OLD_SECTION
 from ..conventions.compressed_tensors.scheme import METHOD as COMPRESSED_TENSORS
 from ..conventions.compressed_tensors.strict_section import misreadings as strict_misreadings
 from ..conventions.modelopt import SIDECAR, stored_kv_cache
