@@ -82,7 +82,7 @@ def plan_memory(
         for device in side.devices:
             free, total = memory[device]
             share = asked[side.name]
-            needs = _needed_bytes(side, placement, stored[side.name])
+            needs = needed_bytes(side, placement, stored[side.name])
             least[side.name] = needs if share is None else share * total
             if least[side.name] > SHARE_OF_FREE * free and share is None:
                 needed = f"{least[side.name] / GIB:.0f} GiB of GPU {device}"
@@ -146,14 +146,11 @@ def served_bytes(checkpoint: Checkpoint) -> int:
     return checkpoint.nbytes - sum(checkpoint.tensors[name].nbytes for name in unpacked) + 2 * numbers
 
 
-def needed_bytes(side: Side, placement: Placement) -> float:
-    """Return the bytes on each of a side's GPUs for its weights, the keys and values of the load, and
-    everything else.
+def needed_bytes(side: Side, placement: Placement, stored: float) -> float:
+    """Return the bytes on each of a side's GPUs for its weights, the load's keys and values, and the rest.
+
+    stored: the bytes of the keys and values, as `kv_cache_bytes` computes them
     """
-    return _needed_bytes(side, placement, kv_cache_bytes(side, placement))
-
-
-def _needed_bytes(side: Side, placement: Placement, stored: float) -> float:
     weights = sum(path.stat().st_size for path in side.checkpoint.folder.glob("*.safetensors"))
     if engine_named(side.engine).packs_with_layouts:
         weights = max(weights, served_bytes(side.checkpoint))

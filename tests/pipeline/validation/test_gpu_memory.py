@@ -66,7 +66,7 @@ def test_both_get_what_they_need_where_both_fit(example_checkpoint: Path):
     placement = Placement()
     both = sides(example_checkpoint, placement)
     plan = plan_memory(both, placement, gpu(130))
-    need = needed_bytes(both[0], placement)
+    need = needed_bytes(both[0], placement, kv_cache_bytes(both[0], placement))
     assert plan.together and need > BESIDE
     granted = plan.grants["artifact"]
     assert granted is not None and granted == plan.grants["baseline"]
@@ -78,7 +78,7 @@ def test_both_get_what_they_need_where_both_fit(example_checkpoint: Path):
 def test_they_take_turns_where_one_fits_and_nothing_starts_where_none_does(example_checkpoint: Path):
     placement = Placement()
     both = sides(example_checkpoint, placement)
-    need = needed_bytes(both[0], placement) / GIB
+    need = needed_bytes(both[0], placement, kv_cache_bytes(both[0], placement)) / GIB
     plan = plan_memory(both, placement, gpu(1.5 * need))
     assert not plan.together
     granted = plan.grants["artifact"]
@@ -250,7 +250,7 @@ def test_gpus_of_several_kinds_and_those_that_are_not_there_are_refused(example_
 def test_a_server_on_its_own_gpu_fits_where_two_would_not(example_checkpoint: Path):
     placement = Placement(devices=(0, 1))
     both = sides(example_checkpoint, placement)
-    free = 1.5 * needed_bytes(both[0], placement) / GIB
+    free = 1.5 * needed_bytes(both[0], placement, kv_cache_bytes(both[0], placement)) / GIB
     assert plan_memory(both, placement, gpu(free)).together
 
 
