@@ -165,16 +165,25 @@ def bits(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
                 print("   ", row)
         del engine, expected
     print(f"{options.format}, {options.layers or 4} layers: rows of {vocabulary} logits that differ")
+    drift = print_drift(found)
+    return {"format": options.format, "layers": options.layers or 4, "found": found}, drift
+
+
+def print_drift(found: dict[str, dict[str, Any]]) -> bool:
+    """Print how many rows differ in each mode and company; return whether any differ outside `tuned`."""
     print(f"{'':<34}" + "".join(f"{mode:>18}" for mode in found))
-    for kind in kinds:
-        cells = [one[kind] for one in found.values()]
+    for kind in next(iter(found.values()), {}):
+        cells = [by_kind[kind] for by_kind in found.values()]
         print(f"{kind:<34}" + "".join(f"{c['rows_that_differ']:>9} /{c['rows']:>7}" for c in cells))
     drift = any(
-        cell["rows_that_differ"] for mode, one in found.items() for cell in one.values() if mode != "tuned"
+        cell["rows_that_differ"]
+        for mode, by_kind in found.items()
+        for cell in by_kind.values()
+        if mode != "tuned"
     )
     vacuous = not all(cell["rows_that_differ"] for cell in found.get("tuned", {}).values())
     print("FAILED" if drift else "kept", "and the control is vacuous" if vacuous else "")
-    return {"format": options.format, "layers": options.layers or 4, "found": found}, drift
+    return drift
 
 
 def watch(engine: Engine, seen: Callable[[Key, Tensor, Step], Any]) -> None:

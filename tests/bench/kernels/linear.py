@@ -167,6 +167,19 @@ class Patience:
         self.spent[name] = self.spent.get(name, 0.0) + seconds
 
 
+def packed_copies(weight: Weight, problem: Problem, names: list[str]) -> dict[str, list[PackedWeight]]:
+    """Copies of the weight in each layout that serves the problem, as many as rotate through the caches."""
+    packed = {}
+    for name in names:
+        refusal = LAYOUTS[name].refuses(problem)
+        if refusal is not None:
+            print(f"{problem.n}x{problem.k}: {name} refuses: {refusal}", flush=True)
+            continue
+        copy = LAYOUTS[name].pack(weight, torch.bfloat16)
+        packed[name] = copies_of(copy, max(2, int(ROTATED_BYTES // copy.nbytes)))
+    return packed
+
+
 def measure_shape(
     spec: WeightFormat,
     n: int,
@@ -178,15 +191,8 @@ def measure_shape(
 ) -> list[dict[str, Any]]:
     weight = random_weight(spec, n, k, device)
     exact = exact_weight(weight)
-    problem = problem_of(spec, n, k, device)
-    packed = {}
-    for name in names:
-        refusal = LAYOUTS[name].refuses(problem)
-        if refusal is not None:
-            print(f"{n}x{k}: {name} refuses: {refusal}", flush=True)
-        elif any(patience.allows(name, f"{n}x{k} M={m}") for m in ms):
-            one = LAYOUTS[name].pack(weight, torch.bfloat16)
-            packed[name] = copies_of(one, max(2, int(ROTATED_BYTES // one.nbytes)))
+    allowed = [name for name in names if any(patience.allows(name, f"{n}x{k} M={m}") for m in ms)]
+    packed = packed_copies(weight, problem_of(spec, n, k, device), allowed)
     count = max(2, int(ROTATED_BYTES // (2 * n * k)))
     dense = [exact.to(torch.bfloat16)] + [
         torch.randn(n, k, device=device, dtype=torch.bfloat16) for _ in range(count - 1)
