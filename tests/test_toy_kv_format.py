@@ -24,7 +24,7 @@ NAME = "toy_clipped"
 SCALE = torch.tensor([1 / 256])
 
 
-class Clipped(TokenByToken):
+class ClippedFormat(TokenByToken):
     """e4m3, which ends at 448, with one scale for all heads whatever the checkpoint says."""
 
     def allocate(self, shape, size, device, scales, workspaces):
@@ -32,7 +32,7 @@ class Clipped(TokenByToken):
 
 
 if __name__ == "scalegate_plugin_test_toy_kv_format":
-    KV_FORMATS.add(NAME, Clipped(torch.float8_e4m3fn))
+    KV_FORMATS.add(NAME, ClippedFormat(torch.float8_e4m3fn))
 
 SERVE = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve"]
 PROMPT = "import os\n\ndef read_lines(path):\n"

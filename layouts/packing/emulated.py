@@ -18,7 +18,7 @@ from ..formats.weight_format import Weight, weight_of
 from .layout import PackedWeight, Problem, Serves
 
 
-class Emulated:
+class EmulatedProduct:
     kernel = "F.linear in float32"
     rounds_inputs = True
     emulates = True
@@ -53,5 +53,5 @@ def rounded_in_float32(x: Tensor, packed: PackedWeight) -> Tensor:
     return input_format.round(x.float())
 
 
-CPU_EMULATED = Emulated("cpu_emulated", "cpu", once=True)
-EMULATED = Emulated("emulated", None, once=False)
+CPU_EMULATED = EmulatedProduct("cpu_emulated", "cpu", once=True)
+EMULATED = EmulatedProduct("emulated", None, once=False)

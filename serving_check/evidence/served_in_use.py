@@ -121,14 +121,14 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
 def _alternatives(answer: Answer, tokens: Sequence[int], tokenizer: TokenText) -> tuple[TopLogprobs, ...]:
     """With ids only where the server names tokens as the tokenizer does: most chosen ones are named so."""
     told = (answer.alternatives or ())[: len(tokens)]
-    named = sum(one.chosen == tokenizer.decode([token]) for one, token in zip(told, tokens, strict=False))
+    named = sum(entry.chosen == tokenizer.decode([token]) for entry, token in zip(told, tokens, strict=False))
     ids = _Ids(tokenizer) if named > len(told) / 2 else None
     return tuple(
         tuple(
             (None if ids is None else ids.of(text), logprob)
-            for text, logprob in sorted(one.logprobs.items(), key=lambda item: -item[1])
+            for text, logprob in sorted(entry.logprobs.items(), key=lambda item: -item[1])
         )
-        for one in told
+        for entry in told
     )
 
 

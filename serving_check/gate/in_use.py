@@ -17,7 +17,7 @@ from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.served_in_use import ServedInUse, answers_to_score
 from ..profiles import PROFILES
 from ..settings import WorkloadSettings
-from ..workload.kinds_taken import KindsTaken, kinds_taken
+from ..workload.kinds_taken import AcceptedKinds, kinds_taken
 from ..workload.open_loop import OpenLoopResult, run_open_loop
 from ..workload.profile_plan import plan_profile, shape_of_profile
 from ..workload.use_plan import (
@@ -220,7 +220,7 @@ def shape_of(
     measured: Sequence[MeasuredM],
     workload: WorkloadSettings,
     source: RequestSource,
-    taken: Sequence[KindsTaken],
+    taken: Sequence[AcceptedKinds],
 ) -> UseShape:
     """Return the rates and lengths of a block's requests."""
     levels = [level for level in measured if level.baseline]

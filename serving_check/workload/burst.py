@@ -85,11 +85,11 @@ def leave_long_answers(endpoint: Endpoint, text: Sequence[int], requests: int, t
     """Ask for answers of so many tokens at once, and go away after the first chunk of each."""
     body = {"model": endpoint.model, "prompt": list(text[:PROMPT_TOKENS]), "max_tokens": tokens}
     body |= {"temperature": 0.0, "ignore_eos": True, "stream": True}
-    one = _Tiny(tokens, json.dumps(body).encode(), route_of(is_chat=False), is_left=True)
+    request = _Tiny(tokens, json.dumps(body).encode(), route_of(is_chat=False), is_left=True)
 
     async def leave() -> None:
         async with _session(endpoint) as session:
-            await asyncio.gather(*(_send(session, endpoint, one) for _ in range(requests)))
+            await asyncio.gather(*(_send(session, endpoint, request) for _ in range(requests)))
 
     asyncio.run(leave())
 

@@ -28,14 +28,14 @@ FIELDS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class KindsTaken:
+class AcceptedKinds:
     """The kinds of requests that one server accepts, and a few words for each kind that it refuses."""
 
     kinds: frozenset[Kind]
     unknown: tuple[str, ...]
 
 
-def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -> KindsTaken:
+def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -> AcceptedKinds:
     """Ask for each kind once.
 
     end_token: the model's end-of-sequence token. has_template: whether its tokenizer has a chat template
@@ -51,7 +51,7 @@ def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -
             unknown.append(f"the server does not take {fields}")
         else:
             kinds.add(kind)
-    return KindsTaken(frozenset(kinds), tuple(unknown))
+    return AcceptedKinds(frozenset(kinds), tuple(unknown))
 
 
 def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:

@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass
-class Running:
+class RunningJob:
     job: Job
     cores: list[int]
     process: subprocess.Popen
@@ -53,7 +53,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     name: str
     run: int
     status: int
@@ -111,8 +111,8 @@ def read_jobs(text: str) -> list[Job]:
     return jobs
 
 
-def read(path: Path) -> list[Ended]:
-    return [Ended(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+def read(path: Path) -> list[JobResult]:
+    return [JobResult(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def lanes_of(cores: int) -> list[list[int]]:
@@ -121,9 +121,9 @@ def lanes_of(cores: int) -> list[list[int]]:
     return [all_cores[first : first + cores] for first in range(0, len(all_cores) - cores + 1, cores)]
 
 
-def run(jobs: Sequence[Job], lanes: list[list[int]], ends: float) -> Iterator[Ended]:
+def run(jobs: Sequence[Job], lanes: list[list[int]], ends: float) -> Iterator[JobResult]:
     """Each job as it ends, those among them that were cut short at `ends`."""
-    free, waiting, running = list(lanes), list(jobs), list[Running]()
+    free, waiting, running = list(lanes), list(jobs), list[RunningJob]()
     while (waiting or running) and time.monotonic() < ends:
         while waiting and len(free) >= min(waiting[0].lanes, len(lanes)):
             job = waiting.pop(0)
@@ -141,7 +141,7 @@ def run(jobs: Sequence[Job], lanes: list[list[int]], ends: float) -> Iterator[En
         yield end(one, CUT_SHORT)
 
 
-def begin(job: Job, cores: list[int]) -> Running:
+def begin(job: Job, cores: list[int]) -> RunningJob:
     # A job that was killed leaves servers behind that still write there.
     folder = tempfile.TemporaryDirectory(prefix=f"{job.name}-", ignore_cleanup_errors=True)
     log = (Path(folder.name) / "log").open("w+", encoding="utf-8")
@@ -157,19 +157,19 @@ def begin(job: Job, cores: list[int]) -> Running:
         stderr=log,
         start_new_session=True,
     )
-    return Running(job, cores, process, log, folder)
+    return RunningJob(job, cores, process, log, folder)
 
 
-def end(one: Running, status: int) -> Ended:
+def end(one: RunningJob, status: int) -> JobResult:
     seconds = round(time.monotonic() - one.started, 1)
     one.log.seek(0)
     output = one.log.read()[-KEPT_CHARACTERS:]
     one.log.close()
     one.folder.cleanup()
-    return Ended(one.job.name, one.job.run, status, seconds, one.cores, one.job.command, output)
+    return JobResult(one.job.name, one.job.run, status, seconds, one.cores, one.job.command, output)
 
 
-def table(jobs: Sequence[Job], ended: Sequence[Ended]) -> str:
+def table(jobs: Sequence[Job], ended: Sequence[JobResult]) -> str:
     lines = [f"{'job':24} {'asked':>5} {'ended':>5} {'status 0':>8} {'median s':>8}"]
     for name in dict.fromkeys(job.name for job in jobs):
         of_it = [one for one in ended if one.name == name and one.status != CUT_SHORT]

@@ -45,7 +45,7 @@ def picked(**ratios: list[float]) -> str:
 
 
 @dataclass
-class Altered:
+class AlteredLayout:
     """A layout as it is but for one thing: slower, wrong, or broken."""
 
     inner: str
@@ -100,7 +100,7 @@ def one_thread():
 def with_layout(monkeypatch):
     """Registers an altered layout first in the order of preference, for one test."""
 
-    def add(layout: Altered) -> Altered:
+    def add(layout: AlteredLayout) -> AlteredLayout:
         monkeypatch.setattr(LAYOUTS, "_entries", {layout.name: layout} | LAYOUTS._entries)
         return layout
 
@@ -135,7 +135,7 @@ def test_layouts_that_measure_alike_are_told_apart_by_preference_alone():
 
 
 def test_a_layout_made_slow_is_measured_slow_and_not_picked(with_layout):
-    with_layout(Altered("cpu_int4", "slow", repeats=20))
+    with_layout(AlteredLayout("cpu_int4", "slow", repeats=20))
     found = measure(problem(256, 256), (1, 8), ["slow", "cpu_int4"], QUICK)
     times = {
         (measurement.layout, measurement.m): measurement.microseconds for measurement in found.measurements
@@ -147,9 +147,9 @@ def test_a_layout_made_slow_is_measured_slow_and_not_picked(with_layout):
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        (Altered("dequantize", "scaled", factor=1.2), "wrong answer here: relative error 0."),
-        (Altered("dequantize", "silent", factor=float("nan")), "wrong answer here: relative error nan"),
-        (Altered("dequantize", "broken", breaks=True), "failed here: RuntimeError: no kernel image"),
+        (AlteredLayout("dequantize", "scaled", factor=1.2), "wrong answer here: relative error 0."),
+        (AlteredLayout("dequantize", "silent", factor=float("nan")), "wrong answer here: relative error nan"),
+        (AlteredLayout("dequantize", "broken", breaks=True), "failed here: RuntimeError: no kernel image"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -162,7 +162,7 @@ def test_a_layout_that_is_wrong_on_this_device_is_refused_with_the_reason(with_l
 
 def test_a_layout_that_fails_only_when_it_is_timed_is_refused_and_the_others_are_timed(with_layout):
     """As a kernel that cannot be captured; its answers, and its timing at the first M, were fine."""
-    with_layout(Altered("dequantize", "fails", breaks_again_at=4))
+    with_layout(AlteredLayout("dequantize", "fails", breaks_again_at=4))
     found = measure(problem(), (1, 4), ["fails", "dequantize"], QUICK)
     assert found.refusals["fails"].startswith("failed here: RuntimeError: no kernel image")
     assert [(measurement.layout, measurement.m) for measurement in found.measurements] == [
@@ -173,7 +173,7 @@ def test_a_layout_that_fails_only_when_it_is_timed_is_refused_and_the_others_are
 
 @pytest.mark.parametrize("stuck_in", ["pack", "matmul"])
 def test_a_layout_that_is_not_ready_in_time_is_refused_and_the_others_are_timed(with_layout, stuck_in):
-    layout = with_layout(Altered("dequantize", "tuning"))
+    layout = with_layout(AlteredLayout("dequantize", "tuning"))
     setattr(layout, stuck_in, tuning_for_ever)
     allowance = {"tuning": 0.2}
     found = measure(problem(), (1, 4), ["tuning", "dequantize"], QUICK, allowance=allowance)
@@ -192,7 +192,7 @@ def test_a_layout_that_is_ready_in_time_keeps_the_rest_of_it():
 
 
 def test_a_layout_that_takes_too_long_for_one_shape_gets_no_time_for_the_next(with_layout):
-    layout = with_layout(Altered("dequantize", "tuning"))
+    layout = with_layout(AlteredLayout("dequantize", "tuning"))
     sound, layout.pack = layout.pack, tuning_for_ever
     allowance = {"tuning": 60.0}
     first = measure(problem(), (1,), ["tuning", "dequantize"], QUICK, allowance=allowance, longest=0.2)
@@ -289,7 +289,7 @@ def test_a_damaged_cache_is_as_good_as_none(tmp_path):
 
 
 def test_a_forced_layout_is_recorded_with_what_would_have_been_better(with_layout):
-    with_layout(Altered("cpu_int4", "slow", repeats=20))
+    with_layout(AlteredLayout("cpu_int4", "slow", repeats=20))
     plan = choose({"layer": problem(256, 256)}, (1, 8), force="slow", progress=False)
     (choice,) = plan.choices
     assert choice.forced and choice.layout == "slow" and choice.reason == "forced by the user"

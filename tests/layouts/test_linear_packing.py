@@ -22,7 +22,7 @@ TORCHS = "torch_linear"
 
 
 @dataclass(frozen=True)
-class Doubled:
+class DoubleLayout:
     """A layout that holds twice the weight, and multiplies by `factor` of it: 0.5 is right."""
 
     factor: float
@@ -64,7 +64,7 @@ def with_doubled(monkeypatch) -> Callable[[float, Mapping[int, float]], None]:
     output features: no test depends on this machine's speed."""
 
     def register(factor: float, speeds: Mapping[int, float]) -> None:
-        monkeypatch.setitem(LAYOUTS._entries, "doubled", Doubled(factor))
+        monkeypatch.setitem(LAYOUTS._entries, "doubled", DoubleLayout(factor))
 
         def times(calls, copies, device, budget):
             rows = calls[TORCHS](0).shape[-1]
@@ -103,7 +103,7 @@ def test_a_layout_that_is_wrong_here_is_not_taken_however_fast(with_doubled):
 
 def test_a_layout_that_fails_here_is_not_taken(with_doubled, monkeypatch):
     with_doubled(0.5, {16: 9.0, 40: 9.0})
-    monkeypatch.setattr(Doubled, "matmul", lambda self, x, packed: x @ x)
+    monkeypatch.setattr(DoubleLayout, "matmul", lambda self, x, packed: x @ x)
     assert pack_fastest(Model().double()) == {}
 
 
@@ -121,7 +121,7 @@ def test_where_torchs_product_is_the_only_one_nothing_is_timed(monkeypatch):
 
 
 def test_quantized_layouts_are_compared_with_the_fastest_unquantized_one(monkeypatch):
-    monkeypatch.setitem(LAYOUTS._entries, "doubled", Doubled(0.5, dtype=torch.bfloat16))
+    monkeypatch.setitem(LAYOUTS._entries, "doubled", DoubleLayout(0.5, dtype=torch.bfloat16))
 
     def times(calls, *others):
         return {name: 25.0 if name.endswith("doubled") else 100.0 for name in calls}

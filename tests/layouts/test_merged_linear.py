@@ -72,11 +72,11 @@ def hooked(model: Block) -> None:
 
 
 def subclassed(model: Block) -> None:
-    class Doubling(nn.Linear):
+    class DoubleLinear(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    model.k = Doubling(8, 4, bias=False)
+    model.k = DoubleLinear(8, 4, bias=False)
 
 
 @pytest.mark.parametrize("change", [hooked, subclassed], ids=lambda change: change.__name__)

@@ -21,7 +21,7 @@ SIDE_POOL_ROWS = 2
 ITERATIONS, BLOCKS = 8, 16
 
 
-class Replayed:
+class ReplayedStorage:
     """One layer's storage, with something done in every step beside what the sound format does."""
 
     def __init__(self, sound: Any, beside: Callable[[Any, Any], None]):
@@ -35,8 +35,8 @@ class Replayed:
 
 
 class ReplayedFormat(KVarN):
-    def allocate(self, *arguments: Any) -> Replayed:
-        return Replayed(super().allocate(*arguments), self.beside)
+    def allocate(self, *arguments: Any) -> ReplayedStorage:
+        return ReplayedStorage(super().allocate(*arguments), self.beside)
 
     def beside(self, layer: Any, metadata: Any) -> None:
         """The fault."""

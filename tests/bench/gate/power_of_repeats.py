@@ -107,7 +107,7 @@ def with_slow(repeat: Repeat, slow: Sequence[bool], factor: float) -> Repeat:
 
 
 @dataclass
-class Recorded:
+class RecordedRepeats:
     """Stands for `Repeats`: each block is a recorded one, of which the artifact's repeat gets the fault."""
 
     verdict: Verdict
@@ -143,7 +143,7 @@ class Recorded:
 class SimulatedServers(interleaving.Servers):
     """Servers whose repeats run at once on a clock that is simulated."""
 
-    recorded: Recorded | None = None
+    recorded: RecordedRepeats | None = None
 
     def run_together(self, level: MeasuredM) -> None:
         assert self.recorded is not None
@@ -164,7 +164,7 @@ def statuses(
 
     changing: draws what is random for a whole run
     """
-    recorded = Recorded(verdict, generator, changing(generator))
+    recorded = RecordedRepeats(verdict, generator, changing(generator))
     run = gate.GateRun(verdict.workload, verdict.bounds, [0], None, QUIET)  # type: ignore[arg-type]
     servers = SimulatedServers(
         ARTIFACT,

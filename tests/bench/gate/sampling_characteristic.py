@@ -52,7 +52,7 @@ MOST_FALSE_ALARMS, LEAST_CAUGHT = 0.005, 0.95
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedAnswer:
     """One answer to be written."""
 
     verdict: int
@@ -114,12 +114,12 @@ def simulated(
     }
 
 
-def answers_of(verdict: int, drawn: random.Random, tokens: int) -> list[Asked]:
+def answers_of(verdict: int, drawn: random.Random, tokens: int) -> list[PlannedAnswer]:
     """As many as have so many tokens."""
-    asked: list[Asked] = []
+    asked: list[PlannedAnswer] = []
     while sum(answer.tokens for answer in asked) < tokens:
         temperature = TEMPERATURES[len(asked) % len(TEMPERATURES)]
-        asked.append(Asked(verdict, temperature, log_uniform(drawn, SHORTEST, LONGEST)))
+        asked.append(PlannedAnswer(verdict, temperature, log_uniform(drawn, SHORTEST, LONGEST)))
     return asked
 
 
@@ -131,7 +131,7 @@ def log_uniform(drawn: random.Random, least: int, most: int) -> int:
 def written_logits(
     loaded: LoadedModel,
     text: Sequence[int],
-    group: Sequence[Asked],
+    group: Sequence[PlannedAnswer],
     drawn: random.Random,
     generator: torch.Generator,
 ) -> Tensor:

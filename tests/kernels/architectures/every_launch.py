@@ -30,7 +30,7 @@ from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.forward import Forward
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
-from scalegate.tests.kernels.architectures.pretended_gpu import GPU, Recording, pretended_gpu
+from scalegate.tests.kernels.architectures.pretended_gpu import GPU, LaunchRecord, pretended_gpu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 NOT_OURS = ("tinygemm", "humming", "gemlite")
@@ -85,7 +85,7 @@ class InThisThread:
         return done
 
 
-def record(capability: int) -> Recording:
+def record(capability: int) -> LaunchRecord:
     """Every form of a kernel that is launched on this compute capability, such as 89."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -41,7 +41,7 @@ class Launch:
 
 
 @dataclass
-class Recording:
+class LaunchRecord:
     """What was launched, each form once, by kernel and by what Triton would cache it under."""
 
     capability: int
@@ -121,9 +121,9 @@ class Driver:
 
 
 @contextlib.contextmanager
-def pretended_gpu(capability: int, memory: int = 80 << 30) -> Iterator[Recording]:
+def pretended_gpu(capability: int, memory: int = 80 << 30) -> Iterator[LaunchRecord]:
     """Within the block torch finds one GPU of this compute capability, such as 89."""
-    recording = Recording(capability)
+    recording = LaunchRecord(capability)
 
     def record(
         self: JITFunction,

@@ -117,7 +117,7 @@ def test_a_plan_made_with_other_threads_is_followed_and_one_from_another_process
         assert set(load_model(artifact, progress=False).layouts.values()) == {expected}
 
 
-class Slowed:
+class SlowLayout:
     def __init__(self, layout: Layout):
         self.layout = layout
 
@@ -132,7 +132,7 @@ class Slowed:
 
 def test_a_forced_layout_serves_and_the_table_says_what_is_better(artifact, monkeypatch):
     """A layout as bad as the one of pytorch/ao #3496, on any CPU, and then the artifact laid out again."""
-    monkeypatch.setitem(LAYOUTS._entries, "cpu_int4_float32", Slowed(LAYOUTS["cpu_int4_float32"]))
+    monkeypatch.setitem(LAYOUTS._entries, "cpu_int4_float32", SlowLayout(LAYOUTS["cpu_int4_float32"]))
     result = layout(artifact, ms=(8,), force="cpu_int4_float32", progress=False)
     assert all(choice.forced for choice in result.plan.choices)
     table = layout_table(result.plan, result.tried)

@@ -11,7 +11,7 @@ from scalegate.tests.pipeline.quantization.tiny_families import make_text
 from torch import nn
 
 
-class Reads(nn.Module):
+class WeightReader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.called, self.read, self.asked, self.trained = (nn.Linear(4, 4) for _ in range(4))
@@ -24,7 +24,7 @@ class Reads(nn.Module):
 
 
 def test_only_numbers_read_while_serving_count():
-    names = [name for name, _ in Reads().named_children() if reads_weight(Reads(), name)]
+    names = [name for name, _ in WeightReader().named_children() if reads_weight(WeightReader(), name)]
     assert names == ["read"]
 
 

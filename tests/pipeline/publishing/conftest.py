@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scalegate.tests.pipeline.publishing.fake_hub import FakeHub
-from scalegate.tests.pipeline.publishing.forked_pipeline import Finished, ForkedCommand
+from scalegate.tests.pipeline.publishing.forked_pipeline import CommandResult, ForkedCommand
 from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact
 
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH")
@@ -45,10 +45,10 @@ class Pipeline:
         self.started.append(command)
         return command
 
-    def __call__(self, *arguments: object, **environment: str) -> Finished:
+    def __call__(self, *arguments: object, **environment: str) -> CommandResult:
         command = self.start(*arguments, **environment)
         stdout, stderr = command.communicate()
-        return Finished(command.returncode, stdout, stderr)
+        return CommandResult(command.returncode, stdout, stderr)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def run_command(words: list[str], environment: dict[str, str], folder: Path, out
     main(words, prog_name="pipeline")
 
 
-class Finished(NamedTuple):
+class CommandResult(NamedTuple):
     returncode: int | None
     stdout: str
     stderr: str

@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-class Renamed:
+class RenamedLayout:
     """The plain layout under another name, that remembers the shapes that it multiplied."""
 
     kernel = "dequantize + linear"
@@ -90,9 +90,9 @@ def as_told(
 
 
 @pytest.fixture(autouse=True)
-def two_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Renamed]:
+def two_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, RenamedLayout]:
     """Registered for one test, with the measuring that tells what they cost."""
-    added = {name: Renamed(name) for name in (NARROW, WIDE)}
+    added = {name: RenamedLayout(name) for name in (NARROW, WIDE)}
     monkeypatch.setattr(LAYOUTS, "_entries", LAYOUTS._entries | added)
     monkeypatch.setattr(choose_module, "measure", as_told)
     monkeypatch.setenv("SCALEGATE_CACHE", str(tmp_path / "cache"))
@@ -126,7 +126,7 @@ def picks(plan: LayoutPlan, layers: Mapping[str, Problem]) -> dict[str, str | No
 
 
 def test_layouts_are_chosen_for_merged_products_and_those_are_served(
-    artifact: Path, two_layouts: dict[str, Renamed]
+    artifact: Path, two_layouts: dict[str, RenamedLayout]
 ):
     merged = problems(open_checkpoint(artifact))
     first_layer = {name: problem.n for name, problem in merged.items() if ".layers.0." in name}

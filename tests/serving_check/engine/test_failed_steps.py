@@ -26,7 +26,7 @@ def make_engine() -> Engine:
     return Engine(model, EngineOptions(max_num_seqs=8, prefill_chunk=16), frozenset())
 
 
-class Poisoned:
+class PoisonedRunner:
     """A runner whose steps fail while a sequence that begins with POISON is among them."""
 
     def __init__(self, runner, after_the_model: bool):
@@ -89,7 +89,7 @@ def test_only_the_request_to_blame_fails_whoever_came_with_it(when, after_the_mo
     expected, none = serve(make_engine(), {0: good_ones(5)})
     assert none == []
     engine = make_engine()
-    engine.runner = poisoned = Poisoned(engine.runner, after_the_model)
+    engine.runner = poisoned = PoisonedRunner(engine.runner, after_the_model)
     good = good_ones(5)
     bad = [(f"bad-{i}", [POISON, i, 1], SamplingParams()) for i in range(2)]
     tokens, failed = serve(engine, {0: good[:3], when: good[:3] * (when == 0) + [bad[0], *good[3:], bad[1]]})

@@ -52,7 +52,7 @@ FORMATS = {"fp8": SCALES, "int8_per_token_head": {}}
 
 
 @dataclass
-class Rounded:
+class RoundedCache:
     """Keys and values as a format stores them, [B, H_kv, T, D]."""
 
     name: str
@@ -98,7 +98,7 @@ def prompts() -> list[list[int]]:
 
 def expected(model: PreTrainedModel, name: str, scales: dict[int, KVScales]) -> list[tuple[int, ...]]:
     model = copy.deepcopy(model)
-    model.config.rounded_kv = Rounded(name, scales)
+    model.config.rounded_kv = RoundedCache(name, scales)
     model.set_attn_implementation("rounded_kv")
     rows = []
     for prompt in prompts():

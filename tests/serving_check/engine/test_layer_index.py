@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 LAYERS = 4
 
 
-class Noting:
+class StorageWithLog:
     """A layer's storage that notes the calls; what it gives differs from layer to layer."""
 
     def __init__(self, index: int, calls: list[int]):
@@ -62,7 +62,7 @@ def calls() -> list[int]:
 @pytest.fixture
 def forward(model: PreTrainedModel, calls: list[int]) -> Forward:
     layers = attention_layers(model)
-    return Forward(model, layers, {index: Noting(index, calls) for index in layers}, as_op=True)
+    return Forward(model, layers, {index: StorageWithLog(index, calls) for index in layers}, as_op=True)
 
 
 @torch.inference_mode()

@@ -42,7 +42,7 @@ COUNTING = [sys.executable, "-P", str(Path(__file__).parents[1] / "counting_serv
 QUIET = StageClock(shown=False)
 
 
-class Simulated:
+class SimulatedServers:
     """Which side is up, and how often that changed."""
 
     up: str | None = None
@@ -61,7 +61,7 @@ def measured_in_turns(
     ratio: float, sides=("artifact", "baseline"), **more
 ) -> tuple[list[MeasuredM], list[str]]:
     run = simulated_run(lambda m: ratio, 0.02, **more)
-    servers = Simulated()
+    servers = SimulatedServers()
     repeats = Repeats(run, ARTIFACT, BASELINE, None)
     turns = Turns(servers, list(sides), LOAD, TEXT, repeats, 0.93, rival_from_m=4)  # type: ignore[arg-type]
     return turns.measure(QUIET), servers.starts
@@ -90,7 +90,7 @@ def test_both_sides_of_a_block_get_the_same_prompts_and_warm_ups_others():
         return simulated(endpoint, spec)
 
     repeats = Repeats(recording, ARTIFACT, BASELINE, None)
-    turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    turns = Turns(SimulatedServers(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     turns.measure(QUIET)
     full = [each for each in sent if each[3] == LOAD.output_len]
     of = {side: [each[1:] for each in full if each[0] == side] for side in ("artifact", "baseline")}
@@ -109,7 +109,7 @@ def test_a_start_is_followed_by_as_many_warm_ups_as_were_asked_for(warmups: int)
         sent.append(spec.output_len)
         return simulated(endpoint, spec)
 
-    load, servers = replace(LOAD, warmups=warmups), Simulated()
+    load, servers = replace(LOAD, warmups=warmups), SimulatedServers()
     turns = Turns(
         servers, ["artifact", "baseline"], load, TEXT, Repeats(recording, ARTIFACT, BASELINE, None), 0.93
     )  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_drawn_ms_take_their_turns_with_shorter_requests():
         return simulated(endpoint, spec)
 
     repeats = Repeats(recording, ARTIFACT, BASELINE, None)
-    turns = Turns(Simulated(), ["artifact", "baseline"], load, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    turns = Turns(SimulatedServers(), ["artifact", "baseline"], load, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     measured = turns.measure(QUIET)
     assert sent == {m: load.at(m).output_len for m in load.measured_ms} and len(sent) == 5
     failed = {point.m for point in curve_of(measured, load, Bounds()) if point.status == "fail"}
@@ -141,7 +141,7 @@ def test_each_side_is_looked_at_once_before_it_is_sent_anything():
         seen.append(f"sent to {endpoint.model}")
         return simulated(endpoint, spec)
 
-    repeats, servers = Repeats(recording, ARTIFACT, BASELINE, None), Simulated()
+    repeats, servers = Repeats(recording, ARTIFACT, BASELINE, None), SimulatedServers()
     sides = ["artifact", "baseline"]
 
     def look(side, endpoint):
@@ -173,14 +173,14 @@ def test_a_machine_that_walks_as_far_as_the_ratio_is_from_the_floor_decides_noth
         )
 
     repeats = Repeats(walking, ARTIFACT, BASELINE, None)
-    turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    turns = Turns(SimulatedServers(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     measured = turns.measure(QUIET)
     assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {status}
 
 
 def test_one_bad_start_is_no_fail():
     """Its blocks are so slow that of servers side by side they would be one, without statistics."""
-    simulated, servers = simulated_run(lambda m: 1.15, 0.01), Simulated()
+    simulated, servers = simulated_run(lambda m: 1.15, 0.01), SimulatedServers()
 
     def limping(endpoint, spec):
         result = simulated(endpoint, spec)
@@ -194,21 +194,25 @@ def test_one_bad_start_is_no_fail():
     assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {"inconclusive"}
 
 
-class Compiling(Endpoint):
+class CompilingEndpoint(Endpoint):
     """One compilation in every turn, and one in every warm-up."""
 
     looks = 0
 
     def metrics(self) -> dict[str, float]:
-        Compiling.looks += 1
-        return {'scalegate:compilations_total{kind="triton",kernel="flush",key=""}': float(Compiling.looks)}
+        CompilingEndpoint.looks += 1
+        return {
+            'scalegate:compilations_total{kind="triton",kernel="flush",key=""}': float(
+                CompilingEndpoint.looks
+            )
+        }
 
 
 def test_what_the_artifacts_server_compiles_in_its_turns_is_added_up(monkeypatch):
-    artifact = Compiling(ARTIFACT.base_url, ARTIFACT.model)
+    artifact = CompilingEndpoint(ARTIFACT.base_url, ARTIFACT.model)
     monkeypatch.setitem(ENDPOINTS, "artifact", artifact)
     repeats = Repeats(simulated_run(lambda m: 2.0), artifact, BASELINE, None)
-    turns = Turns(Simulated(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    turns = Turns(SimulatedServers(), ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     turns.measure(QUIET)
     assert turns.compiled == {"triton of flush": TURN_LOOKS[0]}, "one between the two looks of each group"
 
@@ -247,7 +251,7 @@ def test_turns_are_announced_once(monkeypatch: pytest.MonkeyPatch):
 def test_too_few_blocks_for_groups_are_refused_at_once():
     few = WorkloadSettings((1,), max_blocks=LEAST_BLOCKS - 1)
     repeats = Repeats(simulated_run(lambda m: 1.0), ARTIFACT, BASELINE, None)
-    turns = Turns(Simulated(), ["artifact", "baseline"], few, TEXT, repeats, 0.93)  # type: ignore[arg-type]
+    turns = Turns(SimulatedServers(), ["artifact", "baseline"], few, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"--max-blocks {LEAST_BLOCKS}"):
         turns.measure(QUIET)
 

@@ -69,7 +69,7 @@ STATES = {
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     kind: str
     source: PreTrainedModel
     url: str
@@ -92,7 +92,7 @@ def served(request, example_checkpoint: Path, serve_command, tmp_path_factory: p
     words += ["--kv-cache-tokens", str(POOL), "--page-size", str(PAGE), "--prefill-chunk", "40"]
     command = serve_command(folder / "source", *words, "--served-model-name", "hybrid")
     with SubprocessEndpoint(command, "hybrid", log=folder / "log.txt") as endpoint:
-        yield Served(request.param, source, endpoint.base_url)
+        yield ServedModel(request.param, source, endpoint.base_url)
 
 
 def random_model(kind: str) -> PreTrainedModel:
