@@ -41,7 +41,7 @@ def require_inside(name: object, where: str) -> str:
     if reason is not None:
         raise UserError(
             f"{where} names the file {_shown(name)}, which cannot be a file of this folder: {reason}. "
-            "Nothing was touched; use a copy of the folder from someone you trust"
+            "No file was touched; use a copy of the folder from someone you trust"
         )
     return str(name)
 

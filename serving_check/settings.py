@@ -87,7 +87,7 @@ class WorkloadSettings:
         None,
         "Also measure requests with the lengths of a real service; judge prefill and decoding separately.",
         choices=lambda: PROFILES,
-        unless_given="the recipe's, if any",
+        unless_given="the recipe's profile, if any",
     )
     decoding_apart: bool = False
     """Decide on decoding by itself at every M. Only verdicts from before shares of the time were recorded ask
@@ -129,10 +129,10 @@ class Bounds:
 
     throughput_floor: float = option(
         0.93,
-        "Least output throughput at every M, as a share of the baseline's.",
+        "The least output throughput at every M, as a share of the baseline's.",
         name="floor",
         above=0,
-        unless_given="the recipe's, or 0.93",
+        unless_given="the recipe's floor, or 0.93",
     )
     max_mean_kl: float = 0.1
     """Most nats by which the next-token distribution may differ from the baseline's, on average."""
@@ -172,7 +172,7 @@ class Bounds:
         "The least M at which the artifact must be faster than the rival, if there is a rival.",
         name="rival_from_m",
         minimum=1,
-        unless_given="the recipe's, or 4",
+        unless_given="the recipe's value, or 4",
     )
     min_reached: float = 0.75
     """Least number of requests that decode together, mean over output tokens, as a share of M."""

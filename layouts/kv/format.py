@@ -87,7 +87,7 @@ def require_batch_invariance(name: str, mode: BatchInvariance, device: torch.dev
     if not keeps(KV_FORMATS[name]):
         able = ", ".join(format_name for format_name, kv_format in KV_FORMATS.items() if keeps(kv_format))
         raise UserError(
-            f"{name} keys and values are not batch-invariant as {mode!r} asks; choose one of: {able} "
+            f"{name} keys and values are not batch-invariant under {mode!r}; choose one of: {able} "
             "(--kv-cache-dtype), or --batch-invariance tuned"
         )
 

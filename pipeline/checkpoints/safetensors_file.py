@@ -100,7 +100,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     try:
         size = path.stat().st_size
         if not path.is_file():  # opening a pipe would wait for ever
-            raise UserError(f"{path} is not a regular file; put the file itself there")
+            raise UserError(f"{path} is not a regular file; put a regular file in its place")
         with open(path, "rb") as file:
             start = file.read(8)
             if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:

@@ -19,8 +19,8 @@ from .options import options_from
 def command(checkpoint: Path, baseline: str, baseline_revision: str | None, as_json: bool) -> None:
     """Write the manifest of CHECKPOINT, a folder that another tool quantized.
 
-    Adopting measures each quantized module against the baseline. `validate`, `push` and `verify` then accept
-    CHECKPOINT like an artifact that Scalegate quantized.
+    Adopting measures each quantized module against the baseline. After adopting,
+    `validate`, `push` and `verify` accept CHECKPOINT like an artifact that Scalegate quantized.
 
     \b
     Examples:

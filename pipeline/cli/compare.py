@@ -22,7 +22,9 @@ from ...serving_check.settings import QUALITY_TOKENS
     show_default=True,
     help="The most held-out tokens to measure quality on.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N."
+)
 @click.option(
     "--dtype", default="auto", show_default=True, help="Type of activations, the same for all models."
 )

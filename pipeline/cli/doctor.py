@@ -24,17 +24,17 @@ ON_SCREEN = ("torch", "triton", "transformers")
 def command(as_json: bool) -> None:
     """Show what this machine can run and what to install for the rest. Doctor sends no request.
 
-    A table names the layout that serves each weight format on this machine. In this table, "1.83 (0.62)"
+    A table names the layout that serves each weight format on this machine. In the table, "1.83 (0.62)"
     means on average 1.83 times as fast as bf16, and 0.62 times at the worst shape and batch size. `pipeline
-    layout` or `pipeline release` measured these speeds on this machine. A format without a measured speed is
-    marked "unmeasured". For experts, "per expert" means that the same layout multiplies one expert after
-    another.
+    layout` or `pipeline release` measured the speeds in the table on this machine. A format without a
+    measured speed is marked "unmeasured". For experts, "per expert" means that the same layout multiplies one
+    expert after another.
 
-    The Scalegate developers never ran a kernel marked † on such a GPU: they only compiled it for that GPU.
-    They ran the code of a kernel marked ‡ for that GPU only on a newer GPU, which translated it.
+    A kernel marked † was only compiled for this GPU: the Scalegate developers never ran it on such a GPU. A
+    kernel marked ‡ was compiled for this GPU and run on a newer GPU, which translated its code.
 
-    --verbose adds all versions. For every layout it says how the kernel was tried and why the layout refuses
-    a format.
+    --verbose adds all versions. For every layout, --verbose says how the kernel was tried and why the layout
+    refuses a format.
 
     \b
     Examples:

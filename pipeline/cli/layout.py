@@ -29,7 +29,9 @@ class WholeNumbers(click.ParamType):
     "--m", type=WholeNumbers(), help="Batch sizes to measure.  [default: 1,2,4,8,16,32; on CUDA also 64,128]"
 )
 @click.option("--layout", "force", metavar="NAME", help="Record this layout, even if another is faster.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N."
+)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),

@@ -22,7 +22,8 @@ from ..publishing.push_result import PushResult
 @click.option(
     "--allow-unjudged-speed",
     is_flag=True,
-    help="Publish even if speed was emulated and therefore not judged; the model card then begins with this.",
+    help="Publish even if speed was emulated and therefore not judged; the model card then begins with "
+    '"Speed was not judged".',
 )
 @click.option(
     "--dry-run",
@@ -40,7 +41,7 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Publish ARTIFACT in one atomic commit, read it back, and only then make it public.
+    """Publish ARTIFACT in one atomic commit, read the commit back, and only then make it public.
 
     ARTIFACT needs a passing verdict of `pipeline validate` on exactly its bytes, and the verdict must have
     judged speed. If the push is interrupted, run the same command again; files that the Hub already has are

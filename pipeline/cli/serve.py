@@ -27,7 +27,7 @@ MOST_KEY_CHARACTERS = 4096
     "--api-key",
     envvar="SCALEGATE_API_KEY",
     show_envvar=True,
-    help="The key itself. Every user of this machine can read a key on the command line.",
+    help="The API key itself. Every user of this machine can read a key on the command line.",
 )
 @click.option(
     "--served-model-name", metavar="NAME", help="Name of the model in requests.  [default: ARTIFACT]"

@@ -46,7 +46,7 @@ def push(
         raise UserError(
             f"the verdict on {folder} proves quality but not speed, so the artifact is not published. Speed "
             f"was not judged: {verdict.speed_not_judged}.\nTo publish the artifact anyway, give "
-            "--allow-unjudged-speed; the model card then begins with this"
+            '--allow-unjudged-speed; the model card then begins with "Speed was not judged"'
         )
     if directory is not None:
         if directory.resolve().is_relative_to(folder.resolve()):

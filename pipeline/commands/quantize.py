@@ -143,7 +143,10 @@ def preview(
     """Preview `quantize` with the same arguments: sizes, memory and time. Nothing is written."""
     asked = from_given(QuantizeOptions, options)
     if from_given(BudgetOptions, options) != BudgetOptions():
-        raise UserError("--target-bits and --max-kl choose formats by measuring them; leave --dry-run out")
+        raise UserError(
+            "--target-bits and --max-kl choose formats by measuring them, which --dry-run does not do; leave "
+            "--dry-run out"
+        )
     checkpoint = open_checkpoint(model, asked.revision)
     device = None if device == AUTO else device
     chosen = load_recipe(recipe)

@@ -68,7 +68,7 @@ def _require_format(checkpoint: Checkpoint, kv_format: str) -> str:
     if kv_format not in KV_FORMATS:
         raise UserError(
             f"{checkpoint.source} declares a KV cache of {kv_format}, which Scalegate's engine lacks. "
-            f"Choose one with --kv-cache-dtype: {', '.join(KV_FORMATS)}"
+            f"Choose a KV format with --kv-cache-dtype: {', '.join(KV_FORMATS)}"
         )
     return kv_format
 

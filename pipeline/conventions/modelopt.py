@@ -73,7 +73,8 @@ class ModelOpt(ExportDefaults):
                 require_tensor(checkpoint, name.removesuffix(".weight") + GLOBAL_SCALE, (torch.float32,))
         if not stored:
             raise UserError(
-                f"{checkpoint.source}: declared as ModelOpt {algorithm}, but no tensor ends in {GLOBAL_SCALE}"
+                f"{checkpoint.source}: the config declares ModelOpt {algorithm}, but no tensor ends in "
+                f"{GLOBAL_SCALE}"
             )
         return stored
 

@@ -39,7 +39,7 @@ class Scalegate(ExportDefaults):
         if name not in SPECS:
             raise UserError(
                 f"{checkpoint.source}: config.json declares {METHOD} with format {name!r}; "
-                f"it is one of {', '.join(SPECS)}"
+                f"the format has to be one of {', '.join(SPECS)}"
             )
         if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
             raise UserError(f"{checkpoint.source}: config.json declares {METHOD} and no list of `modules`")

@@ -125,7 +125,8 @@ def _shape(checkpoint: Checkpoint, module: str, data: Mapping[str, Any], group_s
     shape = data.get("shape")
     if not (_is_shape(shape) and group_size > 0 and shape[1] % group_size == 0):
         raise UserError(
-            f"{checkpoint.source}: the header gives {module} the shape {shape!r} in groups of {group_size}"
+            f"{checkpoint.source}: the header gives {module} the shape {shape!r}, which cannot be split "
+            f"into groups of {group_size}"
         )
     return shape[0], shape[1]
 

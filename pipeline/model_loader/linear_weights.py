@@ -196,7 +196,8 @@ def _linear_weights(
         return _fused_experts(checkpoint, model, assignment, name, owner)
     if assignment.converter is None and not assignment.is_stacked and shape != tuple(target.shape):
         raise UserError(
-            f"{checkpoint.source}: {name} has shape {list(shape)}; config.json makes it {list(target.shape)}"
+            f"{checkpoint.source}: {name} has shape {list(shape)}; by config.json it has to be "
+            f"{list(target.shape)}"
         )
     if outside:
         return OUTSIDE_DECODER

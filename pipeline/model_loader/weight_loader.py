@@ -299,7 +299,7 @@ class WeightLoader:
         if found != expected:
             raise UserError(
                 f"{self.checkpoint.source}: {source} has shape {list(found)}; "
-                f"the config makes it {list(expected)}"
+                f"by the config it has to be {list(expected)}"
             )
 
     def _check_experts(self, product: ExpertsProduct) -> None:
@@ -311,7 +311,7 @@ class WeightLoader:
         if len(product.experts) != expected[0]:
             raise UserError(
                 f"{self.checkpoint.source}: {product.name} has {len(product.experts)} experts in the "
-                f"checkpoint; the config makes it {expected[0]}"
+                f"checkpoint; by the config it has {expected[0]}"
             )
 
     def tie(self) -> None:

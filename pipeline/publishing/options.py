@@ -20,7 +20,8 @@ class PublishOptions:
     )
     allow_unjudged_speed: bool = option(
         False,
-        "Publish even if speed was emulated and therefore not judged; the model card then begins with this.",
+        "Publish even if speed was emulated and therefore not judged; the model card then begins with "
+        '"Speed was not judged".',
     )
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ def _kv_formats() -> Iterable[str]:
 class EngineOptions:
     """The options of an engine. An illegal value raises UserError."""
 
-    device: str = option(AUTO, "auto, cpu, cuda or cuda:N.")
+    device: str = option(AUTO, "Device to run on: auto, cpu, cuda or cuda:N.")
     dtype: str = option(
         AUTO,
         "Type of activations and unquantized weights; auto means the checkpoint's own type.",

@@ -280,7 +280,7 @@ def test_the_wrong_model_type_is_refused_not_half_loaded(random_checkpoint, edit
     with pytest.raises(UserError, match=r"model\.layers\.1\.\S+, .*and \d+ more in the checkpoint"):
         load_model(folder, progress=False)
     edit(folder, num_hidden_layers=2, layer_types=["full_attention"] * 2, hidden_size=32)
-    with pytest.raises(UserError, match=r"has shape \[\d+(, \d+)?\]; the config makes it"):
+    with pytest.raises(UserError, match=r"has shape \[\d+(, \d+)?\]; by the config it has to be"):
         load_model(folder, progress=False)
 
 

@@ -243,7 +243,7 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(source: Path, tmp_pat
     change_config(source, num_hidden_layers=3, layer_types=["full_attention"] * 3)
     assert "has no place for it" in refusal(source, RECIPE, tmp_path / "out")
     change_config(source, num_hidden_layers=4, layer_types=["full_attention"] * 4, intermediate_size=512)
-    assert "config.json makes it [" in refusal(source, RECIPE, tmp_path / "out")
+    assert "by config.json it has to be [" in refusal(source, RECIPE, tmp_path / "out")
 
 
 @pytest.mark.parametrize("differs", [True, False])

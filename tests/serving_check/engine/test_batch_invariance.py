@@ -260,7 +260,7 @@ def test_no_company_changes_a_bit_over_coded_keys_and_values(kv_format: str):
 def test_a_kv_format_that_cannot_keep_bits_is_refused_by_name():
     require_batch_invariance("kvarn_k4v2_g128", "per-token", torch.device("cpu"))
     require_batch_invariance("kvarn_k4v2_g128", "pin", torch.device("cuda"))
-    with pytest.raises(UserError, match=r"kvarn.* not batch-invariant as 'per-token'.* unquantized, fp8"):
+    with pytest.raises(UserError, match=r"kvarn.* not batch-invariant under 'per-token'.* unquantized, fp8"):
         require_batch_invariance("kvarn_k4v2_g128", "per-token", torch.device("cuda"))
 
 
