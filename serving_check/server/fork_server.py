@@ -37,8 +37,9 @@ READ_WHILE_IMPORTED = (
     *("OPENBLAS", "PYTHON", "TOKENIZERS", "TORCH", "TRANSFORMERS", "TRITON"),
 )
 """Prefixes of variables that libraries read once."""
-SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
-"""Importing torch's compiler sets it, in a command and so for its servers, and nothing is imported by it."""
+SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_DEFAULT_FP_FUSION")
+"""Variables that torch's compiler and `kernels/triton_versions.py` set when a command imports them, after its
+fork server was started. No import reads them."""
 PR_SET_PDEATHSIG = 1
 """The option of `prctl` that sends this process a signal when its parent ends."""
 SIZE, NUMBER = struct.Struct("!Q"), struct.Struct("!i")
@@ -294,7 +295,7 @@ def _read_while_imported(environment: Any) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_WHILE_IMPORTED) and name != SET_BY_TORCH
+        if name.startswith(READ_WHILE_IMPORTED) and name not in SET_BY_IMPORTS
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scalegate.serving_check.server.fork_server import ADDRESS, fork_server, start_process
+from scalegate.serving_check.server.fork_server import ADDRESS, SET_BY_IMPORTS, fork_server, start_process
 from scalegate.tests.serving_check.server import forked_mains
 
 
@@ -49,8 +49,9 @@ def test_where_libraries_would_be_imported_otherwise_a_process_is_spawned(name, 
     assert told()["parent"] == os.getpid()
 
 
-def test_what_importing_torch_sets_is_no_other_environment(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor")
+@pytest.mark.parametrize("name", SET_BY_IMPORTS)
+def test_what_imports_of_a_command_set_is_no_other_environment(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
     assert told()["parent"] != os.getpid()
 
 
