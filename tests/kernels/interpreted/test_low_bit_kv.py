@@ -161,9 +161,7 @@ def short_pages():
 @pytest.mark.parametrize("in_graph", exhaustive_but([True, False], True))
 @pytest.mark.parametrize(
     "name",
-    exhaustive_but(
-        ["kvarn_k4v2", "kvarn_k4v4", "int4_per_token_head", "nvfp4"], "kvarn_k4v2", "int4_per_token_head"
-    ),
+    exhaustive_but(["kvarn_k4v2", "kvarn_k4v4", "int4_per_token_head", "nvfp4"], "int4_per_token_head"),
 )
 def test_prompts_in_chunks_then_decoding_over_page_ends(name: str, in_graph: bool):
     steps, options = Steps(name, in_graph=in_graph), AttentionOptions(DIM**-0.5)

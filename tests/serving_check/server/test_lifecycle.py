@@ -1,11 +1,13 @@
 """Beginning and end of the server and of its requests: keys, ports, disconnects, drains, deaths, orphans."""
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,7 @@ import psutil
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.pipeline.commands.serve import serve
-from scalegate.serving_check.adapters import SubprocessEndpoint
+from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.adapters.prometheus_text import parse_metrics, total
 from scalegate.serving_check.adapters.ready_line import find_base_url
 from scalegate.serving_check.server.run import bind
@@ -32,13 +34,26 @@ def counting_command(step_seconds: float, *key: str) -> list[str]:
     return [sys.executable, "-P", str(COUNTING_SERVER), str(step_seconds), *key]
 
 
-@pytest.fixture
-def counting(tmp_path):
-    """A server over an engine without a model, one token in 10 ms, that a test may ill-treat."""
+@contextlib.contextmanager
+def counting_server(folder: Path) -> Iterator[Endpoint]:
+    """A server over an engine without a model, one token in 10 ms."""
     command = counting_command(0.01, "secret")
-    server = SubprocessEndpoint(command, "counting", log=tmp_path / "log.txt")
+    server = SubprocessEndpoint(command, "counting", log=folder / "log.txt")
     server.api_key = "secret"
     with server as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory):
+    with counting_server(tmp_path_factory.mktemp("counting")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def dying(tmp_path):
+    """One that a test may kill."""
+    with counting_server(tmp_path) as endpoint:
         yield endpoint
 
 
@@ -152,9 +167,9 @@ def test_sigterm_finishes_what_runs_and_ends_cleanly(tmp_path):
 
 
 @pytest.mark.parametrize("death", ["killed", "exception"])
-def test_a_dead_engine_fails_every_request_and_says_so(counting, death):
+def test_a_dead_engine_fails_every_request_and_says_so(dying, death):
     outcomes = []
-    url, headers = counting.base_url + "/v1/completions", counting.headers()
+    url, headers = dying.base_url + "/v1/completions", dying.headers()
 
     def ask(stream: bool) -> None:
         body = {"prompt": [1], "max_tokens": 4000, "n": 2, "stream": stream}
@@ -164,10 +179,10 @@ def test_a_dead_engine_fails_every_request_and_says_so(counting, death):
     threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
     for thread in threads:
         thread.start()
-    with httpx.Client(base_url=counting.base_url, headers=headers) as client:
+    with httpx.Client(base_url=dying.base_url, headers=headers) as client:
         wait_until(lambda: running(client)[0] == 4)
         if death == "killed":
-            engine_process(listening_process(counting.base_url)).kill()
+            engine_process(listening_process(dying.base_url)).kill()
         else:
             assert client.post("/v1/completions", json={"prompt": [667]}).status_code == 503
         for thread in threads:
@@ -220,8 +235,8 @@ def test_a_request_that_breaks_a_step_is_failed_alone(counting, stream):
     assert answers[0].json()["usage"]["completion_tokens"] == 150
 
 
-def test_the_engine_does_not_outlive_a_killed_server(counting):
-    server = listening_process(counting.base_url)
+def test_the_engine_does_not_outlive_a_killed_server(dying):
+    server = listening_process(dying.base_url)
     engine = engine_process(server)
     server.kill()
     wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)

@@ -22,19 +22,21 @@ pytestmark = pytest.mark.long
 
 RECOMPILING_SERVER = Path(__file__).with_name("recompiling_server.py")
 LIMIT = 4
-OPTIONS = ["--port", "0", "--device", "cpu", "--max-num-seqs", str(LIMIT), "--max-model-len", "128"]
-OPTIONS += ["--kv-cache-tokens", "4096"]
+OPTIONS = ["--max-num-seqs", str(LIMIT), "--max-model-len", "128", "--kv-cache-tokens", "4096"]
 
 
 def recompiling(checkpoint: Path, folder: Path, *options: str) -> SubprocessEndpoint:
-    command = [sys.executable, "-P", str(RECOMPILING_SERVER), str(checkpoint), *OPTIONS, *options]
+    command = [sys.executable, "-P", str(RECOMPILING_SERVER), str(checkpoint), "--port", "0"]
+    command += ["--device", "cpu", *OPTIONS, *options]
     return SubprocessEndpoint(command, "recompiling", log=folder / "log.txt", progress=False)
 
 
 @pytest.fixture(scope="module")
-def limited(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
+def limited(example_checkpoint: Path, serve_command, tmp_path_factory: pytest.TempPathFactory):
     """It runs four requests at most."""
-    with recompiling(example_checkpoint, tmp_path_factory.mktemp("limited")) as endpoint:
+    log = tmp_path_factory.mktemp("limited") / "log.txt"
+    command = serve_command(example_checkpoint, *OPTIONS)
+    with SubprocessEndpoint(command, str(example_checkpoint), log=log, progress=False) as endpoint:
         yield endpoint
 
 
