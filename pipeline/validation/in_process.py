@@ -187,6 +187,8 @@ class TextScorer:
             alternatives_error=alternatives_error(served.alternatives, logits),
             repeats_other_seed=served.repeats_other_seed,
             choice=served.choice,
+            is_chat=served.is_chat,
+            is_streamed=served.is_streamed,
         )
 
 
@@ -243,21 +245,32 @@ def _as_asked(logits: Tensor, served: ServedInUse) -> Tensor:
     if served.end_token is not None:
         return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
     if served.adjustments is not None:
-        return _adjusted(logits.float().clone(), served.tokens, served.adjustments)
+        return _adjusted(logits.float().clone(), served, served.adjustments)
     return logits.float()
 
 
-def _adjusted(logits: Tensor, tokens: Sequence[int], adjustments: Adjustments) -> Tensor:
+def _adjusted(logits: Tensor, served: ServedInUse, adjustments: Adjustments) -> Tensor:
     """Change `logits` [tokens, V]: each row by the tokens before it."""
+    if adjustments.repetition_penalty != 1:
+        _penalize_repetition(logits, served, adjustments.repetition_penalty)
     for token, bias in adjustments.bias:
         logits[:, token] += bias
     seen: set[int] = set()
-    for position, token in enumerate(tokens, 1):
+    for position, token in enumerate(served.tokens, 1):
         logits[position:, token] -= adjustments.frequency_penalty
         if token not in seen:
             logits[position:, token] -= adjustments.presence_penalty
         seen.add(token)
     return logits
+
+
+def _penalize_repetition(logits: Tensor, served: ServedInUse, penalty: float) -> None:
+    """Changes `logits` [tokens, V] of tokens that the prompt has, or the answer before the row."""
+    seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+    seen[list(served.prompt)] = True
+    for row, token in zip(logits, served.tokens, strict=True):
+        row.copy_(torch.where(seen, torch.where(row > 0, row / penalty, row * penalty), row))
+        seen[token] = True
 
 
 def scorer_of(models: Models, options: LoadOptions, longest: int) -> TextScorer:

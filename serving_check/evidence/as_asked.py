@@ -41,7 +41,7 @@ def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...
         if record.error is None and record.answer is not None and planned.kind != "aborted":
             problems = list(_problems(planned, record, record.answer, tokenizer))
             if problems:
-                found.append(f"{planned.kind}: {'; '.join(problems)}")
+                found.append(f"{planned.full_kind}: {'; '.join(problems)}")
             found += _of_head(record, record.answer, result.model)
             if record.envelope is not None:
                 found += _of_envelope(planned, record.envelope)
@@ -82,7 +82,8 @@ def _of_envelope(planned: PlannedRequest, envelope: Envelope) -> Iterator[str]:
     """Checks what an answer says beside its text; what all answers say together is checked elsewhere."""
     if len(envelope.ids) != 1 or not envelope.ids[0]:
         yield f"id: one answer has {_told(envelope.ids)}"
-    name = "chat.completion.chunk" if planned.messages else "text_completion"
+    of_chat = "chat.completion.chunk" if planned.is_streamed else "chat.completion"
+    name = of_chat if planned.messages else "text_completion"
     if envelope.objects != (name,):
         yield f"object: an answer is {_told(envelope.objects)}, it should be {name!r}"
     if len(envelope.created) != 1 or envelope.created[0] is None:

@@ -58,7 +58,8 @@ class SideInUse:
     """Seconds from the first send to the last end."""
     output_tokens: int
     ttfts: tuple[float | None, ...]
-    """Seconds to the first token of each request; null if it got none."""
+    """Seconds to the first token of each request, or to the whole answer if it was not streamed; null if it
+    got none."""
     tpots: tuple[float | None, ...]
     """Seconds per output token after the first, of each request; null if it had too few tokens."""
     itls_by_m: Mapping[int, tuple[int, float]]
@@ -91,7 +92,7 @@ class SideInUse:
             began=round(result.began, DIGITS),
             duration=result.duration,
             output_tokens=sum(record.output_tokens for record in records),
-            ttfts=tuple(None if record.error else _rounded(record.ttft) for record in records),
+            ttfts=tuple(None if record.error else _rounded(record.first_token_s) for record in records),
             tpots=tuple(_rounded(record.tpot) for record in records),
             itls_by_m=_medians_by_m(gaps_by_m),
             itl_p99=_rounded(percentile(itls, 99)),
@@ -119,8 +120,8 @@ class BlockInUse:
     """The artifact's figures; null if the stage was broken off before its turn."""
     baseline: SideInUse | None
     kinds: tuple[str, ...] = ()
-    """The kind of each request, `sampled chat` if it is both; empty in older verdicts, which did not record
-    it."""
+    """The kind of each request, such as `unstreamed sampled chat`; empty in older verdicts, which did not
+    record it."""
     prompt_tokens: tuple[int, ...] = ()
     """Number of prompt tokens of each request; empty in older verdicts, which did not record it."""
 
@@ -177,6 +178,8 @@ class AnswerInUse:
     of several choices; null if there is none."""
     choice: int | None = None
     """Its index among several answers to one request; null where one was asked for."""
+    is_chat: bool = False
+    is_streamed: bool = True
 
 
 @dataclass(frozen=True)
@@ -215,27 +218,27 @@ class FiguresInUse:
 
 def streams_decoding(records: Sequence[RequestRecord]) -> "DecodingStreams":
     return DecodingStreams(
-        sorted(record.arrivals[0] for record in records if record.arrivals),
-        sorted(record.arrivals[-1] for record in records if record.arrivals),
+        sorted(times[0] for record in records if (times := record.decoding)),
+        sorted(times[1] for record in records if (times := record.decoding)),
     )
 
 
 @dataclass(frozen=True)
 class DecodingStreams:
-    """Return when streams began and ended to decode, from first to last chunk, sorted."""
+    """Return when requests began and ended to decode, sorted."""
 
     begins: Sequence[float]
     ends: Sequence[float]
 
     def at(self, moment: float) -> int:
-        """Return the number of streams that decode at that moment, on the clock of the records."""
+        """Return the number of requests that decode at that moment, on the clock of the records."""
         return bisect_right(self.begins, moment) - bisect_left(self.ends, moment)
 
 
 def _gaps_by_m(
     records: Sequence[RequestRecord], counts: Callable[[float, float], bool] = lambda earlier, later: True
 ) -> dict[int, list[float]]:
-    """Return the seconds between two chunks of a stream, by how many streams decoded in the middle of them.
+    """Return the seconds between two chunks of a stream, by how many requests decoded in the middle of them.
 
     counts: whether the gap from one moment to another counts
     """
@@ -253,7 +256,8 @@ def _medians_by_m(gaps_by_m: Mapping[int, Sequence[float]]) -> dict[int, tuple[i
 
 
 def _still(records: Sequence[RequestRecord]) -> tuple[Gap, ...]:
-    """Return the longest times without any token although requests were open."""
+    """Return the longest times without any token although requests that are streamed were open."""
+    records = [record for record in records if record.is_streamed]
     moments = sorted(
         moment
         for record in records

@@ -18,14 +18,14 @@ from ..workload.use_plan import Adjustments, Kind, PlannedRequest
 from .answer_figures import TokenText
 from .as_asked import REPLACEMENT
 
-GREEDY_ANSWERS = 40
+GREEDY_ANSWERS = 48
 """How many greedy answers are chosen; each costs a forward pass of both models."""
 LONGEST_ANSWERS = 3
 """How many answers with the longest contexts are chosen before all others."""
 SAMPLED_TOKENS = 2500
-"""How many sampled tokens are chosen. A temperature that is 10% too low moves their summed surprisal by
-0.092 √(2,500 v) standard deviations, if v is the variance of one token's surprisal: 8.7 for the bundled
-model, 4.6 for a model with v = 1."""
+"""How many sampled tokens are chosen, besides all of requests for several answers. A temperature that is 10%
+too low moves their summed surprisal by 0.092 √(2,500 v) standard deviations, if v is the variance of one
+token's surprisal: 8.7 for the bundled model, 4.6 for a model with v = 1."""
 
 
 TopLogprobs = tuple[tuple[int | None, float], ...]
@@ -62,6 +62,8 @@ class ServedInUse:
     the same request; None if there is none."""
     choice: int | None = None
     """The index of the answer among several choices of one request; None if only one was requested."""
+    is_chat: bool = False
+    is_streamed: bool = True
 
     @property
     def context(self) -> int:
@@ -80,9 +82,10 @@ def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) ->
     found = [answer for result in results for answer in _answers(result, tokenizer)]
     greedy = [answer for answer in found if answer.kind != "sampled"]
     chosen = list(_spread(greedy))[:GREEDY_ANSWERS]
-    sampled = [answer for answer in found if answer.kind == "sampled"]
+    sampled = _beside_other_seeds([answer for answer in found if answer.kind == "sampled"])
+    chosen += [answer for answer in sampled if answer.choice is not None]
     drawn = 0
-    for answer in _spread(_beside_other_seeds(sampled)):
+    for answer in _spread([answer for answer in sampled if answer.choice is None]):
         if drawn >= SAMPLED_TOKENS:
             break
         chosen.append(answer)
@@ -99,7 +102,7 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
         kind: Kind = "sampled" if request.choices > 1 else request.kind
         for index, answer in enumerate((record.answer, *record.other_choices)):
             tokens = _tokens(request, answer, tokenizer)
-            if not tokens or not record.arrivals:
+            if not tokens or record.decoding is None:
                 continue
             yield ServedInUse(
                 kind=kind,
@@ -115,6 +118,8 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
                 end_token=request.end_token,
                 adjustments=request.adjustments,
                 choice=index if request.choices > 1 else None,
+                is_chat=bool(request.messages),
+                is_streamed=request.is_streamed,
             )
 
 
@@ -159,27 +164,30 @@ def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tu
 
 
 class _Streams:
-    """The times at which the streams of one open loop began, decoded and ended."""
+    """The times at which the requests of one open loop began, decoded and ended."""
 
     def __init__(self, records: Sequence[RequestRecord]):
-        arrivals = [stamps for record in records if (stamps := record.arrivals)]
-        self._firsts = sorted(stamps[0] for stamps in arrivals)
-        self._lasts = sorted(stamps[-1] for stamps in arrivals)
+        decoding = [times for record in records if (times := record.decoding)]
+        self._firsts = sorted(first for first, _ in decoding)
+        self._lasts = sorted(last for _, last in decoding)
         self._sent = sorted(record.start for record in records)
         self._read = sorted(map(_prompt_read, records))
 
     def m_of(self, record: RequestRecord) -> float:
-        """Return how many streams were between their first chunk and their last, mean over the chunks of
-        `record`."""
-        return fmean(
-            bisect_right(self._firsts, now) - bisect_left(self._lasts, now) for now in record.arrivals
-        )
+        """Return how many requests decoded, mean over the chunks of `record`, or over its beginning, middle
+        and end."""
+        moments = record.arrivals
+        if not moments and (times := record.decoding):
+            moments = [times[0], fmean(times), times[1]]
+        return fmean(bisect_right(self._firsts, now) - bisect_left(self._lasts, now) for now in moments)
 
     def prompts_beside(self, record: RequestRecord) -> int:
-        """Return how many requests were sent before the record's last chunk and got their first chunk after
-        its first."""
-        first, last = record.arrivals[0], record.arrivals[-1]
-        return bisect_left(self._sent, last) - bisect_right(self._read, first)
+        """Return how many other requests were sent before the record's last chunk and got their first chunk
+        after its first."""
+        assert record.decoding is not None
+        first, last = record.decoding
+        itself = not record.is_streamed and record.start < last
+        return bisect_left(self._sent, last) - bisect_right(self._read, first) - itself
 
 
 def _prompt_read(record: RequestRecord) -> float:
@@ -224,7 +232,7 @@ def _like(answer: ServedInUse) -> tuple[Hashable, ...]:
         ("m", round(answer.m).bit_length()),
         ("company", answer.prompts_beside > 0),
         ("seeds", answer.repeats_other_seed is not None),
-        ("choices", answer.choice is not None),
+        ("way", answer.kind, answer.is_chat, answer.is_streamed),
     )
 
 

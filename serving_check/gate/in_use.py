@@ -17,7 +17,7 @@ from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.served_in_use import ServedInUse, answers_to_score
 from ..profiles import PROFILES
 from ..settings import WorkloadSettings
-from ..workload.kinds_taken import AcceptedKinds, kinds_taken
+from ..workload.kinds_taken import AcceptedKinds, heeds_repetition_penalty, kinds_taken
 from ..workload.open_loop import OpenLoopResult, run_open_loop
 from ..workload.profile_plan import plan_profile, shape_of_profile
 from ..workload.use_plan import (
@@ -26,6 +26,7 @@ from ..workload.use_plan import (
     Kind,
     PlannedRequest,
     UseShape,
+    fewest_requests,
     plan_requests,
 )
 from .interleaving import SEEDS_PER_RUN
@@ -52,6 +53,8 @@ FIRST_DEADLINE_S = 600.0
 SEED_OF_BLOCKS = 700_000
 """The first block's seed, added to the workload's own, so that its prompts differ from the repeats'
 prompts."""
+HEEDED_PROMPT = 64
+"""Tokens of the prompt by which the baseline's server shows whether it heeds a repetition penalty."""
 PROFILE_BLOCKS = 4
 """Number of a profile's blocks on either side: confidence limits from four have three degrees of freedom."""
 PROFILE_SHARE = 0.12
@@ -204,6 +207,13 @@ def plan_load(
     """
     has_template = source.conversations is not None
     taken = [kinds_taken(side, source.end_token, has_template) for side in servers]
+    prompt = text[:HEEDED_PROMPT]
+    if any("repetition" in kinds.kinds for kinds in taken) and not heeds_repetition_penalty(
+        servers[-1], prompt
+    ):
+        taken = [
+            kinds.without("repetition", "the baseline's server ignores repetition_penalty") for kinds in taken
+        ]
     shape = shape_of(measured, workload, source, taken)
     answered = [(answer.prompt, answer.text) for answer in canary if answer.text]
     first = workload.seed * SEEDS_PER_RUN + SEED_OF_BLOCKS
@@ -226,7 +236,9 @@ def shape_of(
     levels = [level for level in measured if level.baseline]
     rates = [median(repeat.output_throughput for repeat in level.baseline) / MEAN_ANSWER for level in levels]
     first, last = FIRST_LOAD * rates[0], LAST_LOAD * max(rates)
-    seconds = max(LEAST_SECONDS, REQUESTS_PER_M * levels[-1].m / ((first + last) / 2))
+    kinds = frozenset.intersection(*(kinds.kinds for kinds in taken))
+    requests = max(REQUESTS_PER_M * levels[-1].m, fewest_requests(kinds))
+    seconds = max(LEAST_SECONDS, requests / ((first + last) / 2))
     speed = prompt_speed(levels, workload)
     return UseShape(
         seconds=seconds,
@@ -236,7 +248,8 @@ def shape_of(
         longest_prompt=min(source.context, LONGEST_USUAL),
         context=source.context,
         long_prompt=int(min(source.context, LONG_PROMPT_S * speed)),
-        kinds=frozenset.intersection(*(kinds.kinds for kinds in taken)),
+        kinds=kinds,
+        kinds_in_chats=frozenset.intersection(*(kinds.in_chats for kinds in taken)),
         end_token=source.end_token,
     )
 

@@ -1,5 +1,5 @@
-"""The content of one stream, read from its events after the clock has stopped: its text, and its tokens if
-the server reports them.
+"""The content of one answer, read from its events after the clock has stopped: its text, and its tokens if
+the server reports them. An answer that was not streamed is one event.
 
 Not for timing: the generator notes when each event arrived, and parses no event while it measures.
 """
@@ -25,7 +25,7 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class Answer:
-    """The content of one stream."""
+    """One answer."""
 
     text: str
     token_ids: "array[int] | None"
@@ -53,7 +53,7 @@ def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
     prompt: tuple[int, ...] | None = None
     is_parsed, model = False, None
     for event, choice in _choices(events, index):
-        delta = choice.get("delta") or {}
+        delta = choice.get("delta") or choice.get("message") or {}
         model = event.get("model", model)
         texts.append(choice.get("text") or delta.get("content") or "")
         is_parsed = is_parsed or any(delta.get(name) for name in PARSED)
@@ -64,6 +64,9 @@ def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
         told = choice.get("logprobs") or {}
         if (of_chosen := told.get("token_logprobs")) is not None:
             logprobs = [*(logprobs or ()), *of_chosen]
+        if (of_chat := told.get("content")) is not None:
+            logprobs = [*(logprobs or ()), *(token.get("logprob") for token in of_chat)]
+            alternatives = [*(alternatives or ()), *map(_of_chat, of_chat)]
         if (tops := told.get("top_logprobs")) is not None:
             texts_told = told.get("tokens") or [None] * len(tops)
             pairs = zip(texts_told, tops, strict=False)
@@ -81,6 +84,12 @@ def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
         is_parsed=is_parsed,
         model=model,
     )
+
+
+def _of_chat(token: dict[str, Any]) -> Alternatives:
+    """The alternatives to one token of a chat."""
+    told = token.get("top_logprobs") or ()
+    return Alternatives(token.get("token"), {one.get("token"): one.get("logprob") for one in told})
 
 
 @dataclass(frozen=True)

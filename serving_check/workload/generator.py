@@ -17,7 +17,7 @@ from ..adapters.prometheus_text import total
 from .answers import read_answer
 from .engine_work import EngineWork, preemptions, steps_by_running
 from .prompts import prompts
-from .sending import StreamedRequest, read_metrics, stream_answer, streamed_body
+from .sending import TimedRequest, read_metrics, send_request, streamed_body
 from .spec import MetricsSample, RequestRecord, WorkloadResult, WorkloadSpec
 
 
@@ -68,11 +68,11 @@ async def _closed_loop(
     sent.
     """
 
-    def streamed(prompt: list[int]) -> StreamedRequest:
+    def streamed(prompt: list[int]) -> TimedRequest:
         body = streamed_body(
             endpoint, {"prompt": prompt}, spec.output_len, spec.temperature, spec.keep_answers
         )
-        return StreamedRequest(url, json.dumps(body).encode(), spec.output_len, spec.keep_answers)
+        return TimedRequest(url, json.dumps(body).encode(), spec.output_len, spec.keep_answers)
 
     url = endpoint.base_url + "/v1/completions"
     asked = itertools.islice(prompts(spec), spec.num_requests)
@@ -81,7 +81,7 @@ async def _closed_loop(
 
     async def client() -> None:
         for prompt, request in requests:
-            record, events = await stream_answer(session, request, origin)
+            record, events = await send_request(session, request, origin)
             sent.append((record, prompt, events))
 
     await asyncio.gather(*(client() for _ in range(min(spec.m, spec.num_requests))))

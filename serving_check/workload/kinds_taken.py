@@ -7,14 +7,18 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
 from .open_loop import body_of
-from .use_plan import Adjustments, Kind, PlannedRequest
+from .use_plan import IN_CHATS, REPETITION_PENALTY, Adjustments, Kind, PlannedRequest
 
 NO_ROUTE = 404, 405, 501
 PROMPT = (1, 2, 3, 4)
+GREETING = (("user", "Hello"),)
+HEEDED_TOKENS = 16
+"""Tokens of which one is another if the most likely ones are penalized: text repeats that of its prompt."""
 FIELDS: dict[Kind, str] = {
     "sampled": "seed, top_k or min_p",
     "chat": "chat requests",
@@ -23,6 +27,7 @@ FIELDS: dict[Kind, str] = {
     "logprobs": "logprobs",
     "choices": "n with seed, top_k or min_p",
     "adjusted": "presence_penalty, frequency_penalty or logit_bias",
+    "repetition": "repetition_penalty",
 }
 """For each kind of request, the field or route that a server does not support if it refuses the kind."""
 
@@ -33,10 +38,15 @@ class AcceptedKinds:
 
     kinds: frozenset[Kind]
     unknown: tuple[str, ...]
+    in_chats: frozenset[Kind] = frozenset()
+    """The kinds that it accepts in chats as well."""
+
+    def without(self, kind: Kind, why: str) -> "AcceptedKinds":
+        return AcceptedKinds(self.kinds - {kind}, (*self.unknown, why), self.in_chats - {kind})
 
 
 def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -> AcceptedKinds:
-    """Ask for each kind once.
+    """Ask for each kind once, and once more in a chat.
 
     end_token: the model's end-of-sequence token. has_template: whether its tokenizer has a chat template
     """
@@ -51,7 +61,23 @@ def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -
             unknown.append(f"the server does not take {fields}")
         else:
             kinds.add(kind)
-    return AcceptedKinds(frozenset(kinds), tuple(unknown))
+    in_chats: set[Kind] = set()
+    for kind in IN_CHATS if "chat" in kinds else ():
+        if kind in kinds and _is_refused(endpoint, replace(_probe(kind, end_token), messages=GREETING)):
+            unknown.append(f"the server does not take {FIELDS[kind]} in chats")
+        elif kind in kinds:
+            in_chats.add(kind)
+    return AcceptedKinds(frozenset(kinds), tuple(unknown), frozenset(in_chats))
+
+
+def heeds_repetition_penalty(endpoint: Endpoint, prompt: Sequence[int]) -> bool:
+    """Return whether an answer changes with a repetition penalty: many servers ignore unknown fields."""
+    body = {"prompt": list(prompt), "max_tokens": HEEDED_TOKENS, "temperature": 0, "ignore_eos": True}
+    plain, penalized = (
+        endpoint.complete({**body, "repetition_penalty": penalty}, PROBE_S)
+        for penalty in (1.0, REPETITION_PENALTY)
+    )
+    return plain is None or penalized is None or plain.get("text") != penalized.get("text")
 
 
 def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
@@ -61,14 +87,14 @@ def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
         kind=kind,
         prompt=PROMPT,
         output_len=2,
-        messages=(("user", "Hello"),) if kind == "chat" else (),
+        messages=GREETING if kind == "chat" else (),
         temperature=1.0 if kind in ("sampled", "choices") else 0.0,
         seed=1,
         stop="stop",
         end_token=end_token,
         min_tokens=1,
         choices=2 if kind == "choices" else 1,
-        adjustments=Adjustments(1.0, 1.0, ((1, 1.0),)) if kind == "adjusted" else None,
+        adjustments=Adjustments(1.0, 1.0, ((1, 1.0),), 1.1) if kind in ("adjusted", "repetition") else None,
     )
 
 

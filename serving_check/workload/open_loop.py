@@ -15,7 +15,7 @@ import aiohttp
 from ..adapters.endpoint import Endpoint
 from .answers import read_answer, read_envelope
 from .engine_work import difference, preemptions, steps_by_running
-from .sending import Body, StreamedRequest, read_metrics, stream_answer, streamed_body
+from .sending import Body, TimedRequest, read_metrics, send_request, streamed_body
 from .spec import RequestRecord
 from .use_plan import PlannedRequest
 
@@ -63,18 +63,18 @@ async def _run(
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=request_timeout)
     headers = endpoint.headers()
-    streamed = [streamed_request(endpoint, planned) for planned in requests]
+    timed = [timed_request(endpoint, planned) for planned in requests]
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         before = await read_metrics(session, endpoint)
         # As in the closed loop: what is there already is not looked at again meanwhile.
         gc.freeze()
         origin, began_at = time.perf_counter(), time.time()
 
-        async def send(at: float, request: StreamedRequest) -> tuple[RequestRecord, list[bytes]]:
+        async def send(at: float, request: TimedRequest) -> tuple[RequestRecord, list[bytes]]:
             await asyncio.sleep(at - (time.perf_counter() - origin))
-            return await stream_answer(session, request, origin)
+            return await send_request(session, request, origin)
 
-        pairs = zip(requests, streamed, strict=True)
+        pairs = zip(requests, timed, strict=True)
         sent = await asyncio.gather(*(send(planned.at, request) for planned, request in pairs))
         gc.unfreeze()
         after = await read_metrics(session, endpoint)
@@ -103,13 +103,14 @@ async def _run(
     )
 
 
-def streamed_request(endpoint: Endpoint, planned: PlannedRequest) -> StreamedRequest:
-    return StreamedRequest(
+def timed_request(endpoint: Endpoint, planned: PlannedRequest) -> TimedRequest:
+    return TimedRequest(
         endpoint.base_url + planned.route,
         json.dumps(body_of(endpoint, planned)).encode(),
         None if planned.may_end_early else planned.choices * planned.output_len,
         keeps_events=True,
         abort_after=planned.abort_after,
+        is_streamed=planned.is_streamed,
         choices=planned.choices,
     )
 
@@ -119,6 +120,8 @@ def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
     body = streamed_body(
         endpoint, _prompt_of(planned), planned.output_len, planned.temperature, keeps_answer=True
     )
+    if not planned.is_streamed:
+        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     return {**body, **_own_fields(planned)}
 
 
@@ -140,6 +143,9 @@ def _own_fields(planned: PlannedRequest) -> Body:
     if planned.kind == "end":
         bias = {str(planned.end_token): END_BIAS}
         return {"ignore_eos": False, "logit_bias": bias, "min_tokens": planned.min_tokens}
+    if planned.kind == "repetition":
+        assert planned.adjustments is not None
+        return {"repetition_penalty": planned.adjustments.repetition_penalty}
     if planned.adjustments is not None:
         return {
             "presence_penalty": planned.adjustments.presence_penalty,
@@ -147,5 +153,5 @@ def _own_fields(planned: PlannedRequest) -> Body:
             "logit_bias": {str(token): bias for token, bias in planned.adjustments.bias},
         }
     if planned.kind == "logprobs":
-        return {"logprobs": LOGPROBS}
+        return {"logprobs": True, "top_logprobs": LOGPROBS} if planned.messages else {"logprobs": LOGPROBS}
     return {}

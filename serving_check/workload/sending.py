@@ -1,4 +1,4 @@
-"""Sends one request, streams its answer and times it; both loops send with it, closed and open.
+"""Sends one request, reads its answer and times it; both loops send with it, closed and open.
 
 It shares the machine with the measured server, so it reads bytes and parses almost no JSON.
 """
@@ -21,13 +21,14 @@ _HAS_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _IS_FIRST = re.compile(rb'"index"\s*:\s*0\b')
 _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _HAS_ERROR = re.compile(rb'"error"\s*:\s*\{')
+DATA = b"data: "
 _DONE = b"data: [DONE]"
 
 Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StreamedRequest:
+class TimedRequest:
     """One request as it is sent, and the conditions for its answer."""
 
     url: str
@@ -36,9 +37,11 @@ class StreamedRequest:
     """How many tokens the answer must have, or all choices together, else it is an error; None if it may
     end earlier."""
     keeps_events: bool
-    """Whether the stream's events that have a choice or usage are kept."""
+    """Whether the stream's events that have a choice or usage are kept. An answer that is not streamed is
+    always kept, as one event."""
     abort_after: int | None = None
     """After how many events with a choice the client closes the connection; None to read to the end."""
+    is_streamed: bool = True
     choices: int = 1
     """How many answers are requested; if several, the events of the first are timed."""
 
@@ -67,10 +70,10 @@ def streamed_body(
     return body
 
 
-async def stream_answer(
-    session: aiohttp.ClientSession, request: StreamedRequest, origin: float
+async def send_request(
+    session: aiohttp.ClientSession, request: TimedRequest, origin: float
 ) -> tuple[RequestRecord, list[bytes]]:
-    """Send one request and read its stream to the end; returns its record, and the events with a choice or
+    """Send one request and read its answer to the end; returns its record, and the events with a choice or
     usage if they are kept.
     """
     sent = time.perf_counter()
@@ -83,13 +86,17 @@ async def stream_answer(
         async with session.post(request.url, data=request.body, headers=headers) as response:
             if response.status != 200:
                 error = f"HTTP {response.status}: {_message(await response.read())}"
-            else:
+            elif request.is_streamed:
                 usage, error = await _read_stream(response, request, stamps, kept)
+            else:
+                kept.append(DATA + await response.read())
     except TimeoutError:
         error = f"no end within {session.timeout.total:.3g} s"
     except aiohttp.ClientError as exception:
         error = f"{type(exception).__name__}: {exception}"
     ended = time.perf_counter()
+    if kept and not request.is_streamed:
+        usage, error = _usage_of(kept[0].removeprefix(DATA))
     output_tokens = usage.get("completion_tokens", 0)
     if error is None and request.output_len not in (None, output_tokens):
         error = f"asked for {request.output_len} tokens, usage says {output_tokens}"
@@ -102,6 +109,7 @@ async def stream_answer(
         prompt_tokens=usage.get("prompt_tokens", 0),
         total_tokens=usage.get("total_tokens"),
         error=error,
+        is_streamed=request.is_streamed,
     )
     return record, kept
 
@@ -116,7 +124,7 @@ async def read_metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> di
 
 
 async def _read_stream(
-    response: aiohttp.ClientResponse, request: StreamedRequest, stamps: list[float], kept: list[bytes]
+    response: aiohttp.ClientResponse, request: TimedRequest, stamps: list[float], kept: list[bytes]
 ) -> tuple[dict[str, int], str | None]:
     """Note the time of every event with a choice, the first of several; return the usage, and an error if
     there was one.
@@ -140,12 +148,21 @@ async def _read_stream(
             elif event.startswith(_DONE):
                 return usage, None if usage else "the stream carried no usage"
             elif _HAS_ERROR.search(event):
-                return usage, _message(event.removeprefix(b"data: "))
+                return usage, _message(event.removeprefix(DATA))
             if _HAS_USAGE.search(event):
                 if request.keeps_events and kept[-1:] != [event]:
                     kept.append(event)
-                usage = json.loads(event.removeprefix(b"data: "))["usage"]
+                usage = json.loads(event.removeprefix(DATA))["usage"]
     return usage, "the stream ended without [DONE]"
+
+
+def _usage_of(body: bytes) -> tuple[dict[str, int], str | None]:
+    """The usage of an answer that was not streamed, and an error if it has none."""
+    try:
+        usage = json.loads(body)["usage"]
+        return ({}, "the answer's usage is no object") if not isinstance(usage, dict) else (usage, None)
+    except (ValueError, KeyError, TypeError):
+        return {}, f"the answer has no usage: {body[:200].decode(errors='replace')}"
 
 
 def _message(body: bytes) -> str:

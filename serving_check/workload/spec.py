@@ -70,6 +70,22 @@ class RequestRecord:
     total_tokens: int | None = None
     """The tokens of prompt and answer together, by the server's usage; None if it has no such field."""
 
+    is_streamed: bool = True
+
+    @property
+    def decoding(self) -> tuple[float, float] | None:
+        """When it began and ended to decode, on the clock of `start`: at its first and its last chunk; the
+        whole request if it was not streamed. None if nothing came."""
+        if not self.is_streamed:
+            return None if self.error is not None else (self.start, self.start + self.e2el)
+        stamps = self.arrivals
+        return (stamps[0], stamps[-1]) if stamps else None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds until the client had a token: of an answer that was not streamed, all of them."""
+        return self.ttft if self.is_streamed or self.error is not None else self.e2el
+
     @property
     def arrivals(self) -> list[float]:
         """Return when each chunk arrived, on the clock of `start`."""

@@ -7,26 +7,51 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .drawing import lengths_within, log_uniform, poisson_times, stratified
 from .prompts import Slices
 
-Kind = Literal["greedy", "sampled", "chat", "stop", "end", "logprobs", "adjusted", "choices", "aborted"]
-"""What a request asks for, besides its tokens:
+Kind = Literal[
+    "greedy",
+    "sampled",
+    "chat",
+    "stop",
+    "end",
+    "logprobs",
+    "adjusted",
+    "repetition",
+    "choices",
+    "aborted",
+]
+"""What a request asks for, besides its tokens. One of each kind but the last is not streamed:
 
 - greedy, sampled: completions at temperature 0, and at another with a seed; some sampled ones are chats
 - chat: a conversation; its prompt is what the chat template makes of it
-- stop: a completion with a stop string
-- end: a completion that ends by the end-of-sequence token
-- logprobs: a greedy completion with the log-probabilities of its tokens
-- adjusted: a greedy completion with penalties, and a bias against some tokens
-- choices: a sampled completion of which several answers are asked for
+- stop: with a stop string
+- end: ends by the end-of-sequence token
+- logprobs: greedy, with the log-probabilities of its tokens
+- adjusted: greedy, with penalties on tokens of the answer, and a bias against some tokens
+- repetition: greedy, with a penalty on tokens of the prompt and of the answer
+- choices: sampled, and several answers are asked for
 - aborted: a completion whose client goes away
+
+One of each kind from `stop` to `choices` is a chat, if both servers take that kind in chats.
 """
-RARE: tuple[Kind, ...] = ("chat", "stop", "end", "logprobs", "adjusted", "choices", "aborted")
+RARE: tuple[Kind, ...] = (
+    "chat",
+    "stop",
+    "end",
+    "logprobs",
+    "adjusted",
+    "repetition",
+    "choices",
+    "aborted",
+)
+IN_CHATS: tuple[Kind, ...] = ("stop", "end", "logprobs", "adjusted", "repetition", "choices")
+"""The kinds of which one request is a chat."""
 RARE_SHARE = 0.05
 """The share of requests of each of these kinds."""
 SAMPLED_SHARE = 1 / 3
@@ -46,6 +71,9 @@ MEAN_ANSWER = (MOST_ANSWER - LEAST_ANSWER) / math.log(MOST_ANSWER / LEAST_ANSWER
 """Tokens of an answer on average, 59.6: the mean of a log-uniform distribution."""
 TEMPERATURES = (1.0, 0.7, 1.0, 1.3)
 """The temperatures of sampled requests, in turn."""
+TEMPERATURES_OF_CHOICES = (1.0, 0.3)
+"""The same for kind `choices`. At the higher one choices with one seed show, since others differ. At the
+lower one a choice that answers another prompt shows, since its tokens are far less likely."""
 SEEDS_AGAIN = 3
 """Number of sampled requests with one prompt."""
 STOP_CHARACTERS = 8
@@ -62,8 +90,13 @@ BIAS = -5.0
 """The logit bias of kind `adjusted`."""
 BIASED = 8
 """How many tokens have that bias: the most frequent ones of the text, which answers would have without it."""
+REPETITION_PENALTY = 1.3
+"""The penalty of kind `repetition`: logits above 0 are divided by it, others are multiplied."""
 LEAST_ADJUSTED = 64
-"""The least number of tokens of an answer of kind `adjusted`: some must come again to be penalized."""
+"""The least number of tokens of an answer of kind `adjusted` or `repetition`: some must come again to be
+penalized."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for a part of a character."""
 TURNS: tuple[tuple[str, ...], ...] = (("user",), ("user", "assistant", "user"))
 """Roles of a conversation that every template takes."""
 WITH_SYSTEM: tuple[tuple[str, ...], ...] = (("system", "user"), ("system", "user", "assistant", "user"))
@@ -87,6 +120,8 @@ class Adjustments:
     """Subtracted from a token's logit for each time that the answer has it already."""
     bias: tuple[tuple[int, float], ...]
     """Added to the logits of these tokens."""
+    repetition_penalty: float = 1.0
+    """Logits above 0 of tokens that the prompt or the answer has are divided by it, others multiplied."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +151,7 @@ class PlannedRequest:
     """For kind `adjusted`: what is added to the logits."""
     choices: int = 1
     """How many answers are requested: several for kind `choices`."""
+    is_streamed: bool = True
 
     @property
     def route(self) -> str:
@@ -123,7 +159,9 @@ class PlannedRequest:
 
     @property
     def full_kind(self) -> str:
-        return "sampled chat" if self.messages and self.kind == "sampled" else self.kind
+        """Its kind, whether it is a chat, and whether it is not streamed."""
+        chat = " chat" if self.messages and self.kind != "chat" else ""
+        return ("" if self.is_streamed else "unstreamed ") + self.kind + chat
 
     @property
     def may_end_early(self) -> bool:
@@ -153,6 +191,8 @@ class UseShape:
     """The most tokens of a prompt and its answer."""
     kinds: frozenset[Kind]
     """The kinds of requests that the servers accept."""
+    kinds_in_chats: frozenset[Kind] = frozenset()
+    """Those that they accept in chats as well."""
     end_token: int | None = None
     """The model's end-of-sequence token; without one no answer ends by it."""
     long_prompt: int = 0
@@ -179,8 +219,8 @@ def plan_requests(
 ) -> list[PlannedRequest]:
     """The requests of one block, by arrival; the same ones for the same arguments.
 
-    At least one request of each possible kind, however few arrive. Lengths of prompts and answers are
-    log-uniform; one prompt is as long as can be paid.
+    At least two requests of each possible kind, however few arrive: one of them is not streamed. Lengths of
+    prompts and answers are log-uniform; one prompt is as long as can be paid.
 
     text: token ids that prompts are cut from
     answered: prompts with the greedy answers that the artifact's server gave; stop strings are cut from these
@@ -189,49 +229,57 @@ def plan_requests(
     generator = random.Random(seed)
     stops = [(tuple(prompt), stop) for prompt, answer in answered if (stop := stop_string(answer))]
     askable = _kinds(shape, bool(stops), conversations)
-    arrivals = _arrivals(generator, shape, least=len(askable - {"greedy"}) + LEAST_GREEDY)
+    arrivals = _arrivals(generator, shape, least=fewest_requests(askable))
     counts = dict(_counts(askable, len(arrivals), len(stops)))
     most = len(text) // 2  # of so many tokens, half of all different beginnings are left
     longest = _longest(shape, most)
     slices = Slices(generator, text, LEAST_PROMPT, [prompt for prompt, _ in stops])
-    requests = [
-        PlannedRequest(0.0, "stop", prompt, 0, stop=stop)
-        for prompt, stop in generator.sample(stops, counts["stop"])
-    ]
+    requests: list[PlannedRequest] = []
     if conversations is not None and counts["chat"]:
-        sampled = min(counts["sampled"] - SEEDS_AGAIN, round(SAMPLED_CHATS_SHARE * counts["sampled"]))
-        kinds_of_chats: list[Kind] = ["chat" for _ in range(counts["chat"])]
-        kinds_of_chats += ["sampled" for _ in range(sampled)]
+        kinds_of_chats = _kinds_of_chats(counts, askable & shape.kinds_in_chats)
         budget = shape.prompt_tokens * len(kinds_of_chats) // len(arrivals)
         lengths = lengths_within(budget, generator, len(kinds_of_chats), LEAST_PROMPT, longest)
         chats = [_chat(generator, slices, conversations, length, _most(shape)) for length in lengths]
-        requests += [replace(chat, kind=kind) for chat, kind in zip(chats, kinds_of_chats, strict=True)]
-        counts |= {"sampled": counts["sampled"] - kinds_of_chats.count("sampled")}
+        frequent_text = _frequent_text(text, conversations)
+        requests += [
+            replace(chat, kind=kind, stop=frequent_text if kind == "stop" else None)
+            for chat, kind in zip(chats, kinds_of_chats, strict=True)
+        ]
+        counts = {kind: count - kinds_of_chats.count(kind) for kind, count in counts.items()}
+    requests += [
+        PlannedRequest(0.0, "stop", prompt, 0, stop=stop)
+        for prompt, stop in generator.sample(stops, counts["stop"])
+    ]
     left = shape.prompt_tokens - sum(len(request.prompt) for request in requests)
     long_prompt = min(shape.long_prompt, shape.context - LEAST_LONG_ANSWER, most)
     requests += _completions(generator, slices, counts, longest, left, long_prompt)
-    frequent = tuple((token, BIAS) for token, _ in Counter(text).most_common(BIASED))
-    adjustments = Adjustments(PRESENCE_PENALTY, FREQUENCY_PENALTY, frequent)
-    requests = [
-        replace(request, adjustments=adjustments) if request.kind == "adjusted" else request
-        for request in requests
-    ]
+    adjustments = _adjustments(text)
+    requests = [replace(request, adjustments=adjustments.get(request.kind)) for request in requests]
     generator.shuffle(requests)
     answers = log_uniform(stratified(generator, len(requests)), LEAST_ANSWER, MOST_ANSWER + 1)
-    temperatures = itertools.cycle(TEMPERATURES)
-    return _with_seeds_again(
+    temperatures: dict[Kind, Iterator[float]] = {
+        "sampled": itertools.cycle(TEMPERATURES),
+        "choices": itertools.cycle(TEMPERATURES_OF_CHOICES),
+    }
+    planned = _with_seeds_again(
         [
             _with_answer(generator, replace(request, at=at), answer, shape, temperatures)
             for at, request, answer in zip(arrivals, requests, answers, strict=True)
         ]
     )
+    return _with_unstreamed(generator, planned, of_chats=bool(seed % 2))
+
+
+def fewest_requests(kinds: Collection[Kind]) -> int:
+    """How many requests a block has at least."""
+    return 2 * len(set(kinds) - {"greedy"}) + LEAST_GREEDY
 
 
 def stop_string(answer: str) -> str | None:
     """A few characters from the middle of an answer; None if they would not be found for certain."""
     middle = len(answer) // 2
     stop = answer[middle : middle + STOP_CHARACTERS]
-    broken = "\N{REPLACEMENT CHARACTER}" in stop
+    broken = REPLACEMENT in stop
     return None if broken or len(stop) < STOP_CHARACTERS or not stop.strip() else stop
 
 
@@ -271,10 +319,56 @@ def _arrivals(generator: random.Random, shape: UseShape, least: int) -> list[flo
     return sorted(generator.sample(times, min(most, len(times))))
 
 
+def _kinds_of_chats(counts: Mapping[Kind, int], in_chats: Collection[Kind]) -> list[Kind]:
+    """Return the kind of each chat.
+
+    counts: how many requests of each kind there are. in_chats: the kinds of which one is a chat
+    """
+    sampled = min(counts["sampled"] - SEEDS_AGAIN, round(SAMPLED_CHATS_SHARE * counts["sampled"]))
+    kinds: list[Kind] = ["chat" for _ in range(counts["chat"])]
+    kinds += ["sampled" for _ in range(sampled)]
+    return kinds + [kind for kind in IN_CHATS if kind in in_chats and counts[kind]]
+
+
+def _adjustments(text: Sequence[int]) -> dict[Kind, Adjustments]:
+    frequent = tuple((token, BIAS) for token, _ in Counter(text).most_common(BIASED))
+    return {
+        "adjusted": Adjustments(PRESENCE_PENALTY, FREQUENCY_PENALTY, frequent),
+        "repetition": Adjustments(0.0, 0.0, (), REPETITION_PENALTY),
+    }
+
+
+def _frequent_text(text: Sequence[int], conversations: Conversations) -> str:
+    """Return the text of the most frequent token that is no white space."""
+    texts = (conversations.decode([token]) for token, _ in Counter(text).most_common())
+    return next((one for one in texts if one.strip() and REPLACEMENT not in one), ".")
+
+
+def _with_unstreamed(
+    generator: random.Random, requests: Sequence[PlannedRequest], of_chats: bool
+) -> list[PlannedRequest]:
+    """Return the requests, of which one of each kind is not streamed, never the one with the longest prompt.
+
+    of_chats: whether that one is a chat, if there is a chat of its kind; else a completion, if there is one
+    """
+    longest = max(len(request.prompt) for request in requests)
+    by_kind: dict[Kind, list[int]] = {}
+    for index, request in enumerate(requests):
+        if request.kind != "aborted" and len(request.prompt) < longest:
+            by_kind.setdefault(request.kind, []).append(index)
+    chosen = {
+        generator.choice([at for at in of_kind if bool(requests[at].messages) == of_chats] or of_kind)
+        for of_kind in by_kind.values()
+    }
+    return [replace(request, is_streamed=at not in chosen) for at, request in enumerate(requests)]
+
+
 def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, int]:
     """The number of requests of each kind."""
     rare = max(1, round(RARE_SHARE * requests))
-    counts: dict[Kind, int] = {kind: rare if kind in kinds else 0 for kind in RARE}
+    counts: dict[Kind, int] = {
+        kind: 0 if kind not in kinds else rare if kind == "aborted" else rare + 1 for kind in RARE
+    }
     counts["stop"] = min(counts["stop"], stops)
     others = requests - sum(counts.values()) - LEAST_GREEDY
     counts["sampled"] = max(1, min(round(SAMPLED_SHARE * requests), others)) if "sampled" in kinds else 0
@@ -301,7 +395,7 @@ def _completions(
 
     long_prompt: tokens of the longest prompt that do not count towards the budget
     """
-    others: list[Kind] = ["sampled", "end", "logprobs", "adjusted", "choices", "aborted"]
+    others: list[Kind] = ["sampled", "end", "logprobs", "adjusted", "repetition", "choices", "aborted"]
     count = counts["greedy"] - 1 + sum(counts[kind] for kind in others)
     longest = min(longest, max(LEAST_PROMPT, budget - count * LEAST_PROMPT))
     first = slices.cut(max(longest, long_prompt))
@@ -379,23 +473,23 @@ def _with_answer(
     request: PlannedRequest,
     answer: int,
     shape: UseShape,
-    temperatures: Iterator[float],
+    temperatures: Mapping[Kind, Iterator[float]],
 ) -> PlannedRequest:
     """The request with the settings of its kind. Its answer has `answer` tokens, or as many as the request
     already has if they are more and the context holds them."""
     room = shape.context - len(request.prompt)
     tokens = min(max(answer, request.output_len), room)
     if request.kind == "sampled":
-        temperature, seed = next(temperatures), generator.getrandbits(31)
+        temperature, seed = next(temperatures["sampled"]), generator.getrandbits(31)
         return replace(request, output_len=tokens, temperature=temperature, seed=seed)
     if request.kind == "choices":
         # As many tokens in all as of another request, of which there is no end either.
         each = min(max(LEAST_ANSWER, answer // CHOICES), room)
-        seed = generator.getrandbits(31)
-        return replace(request, output_len=each, temperature=1.0, seed=seed, choices=CHOICES)
+        temperature, seed = next(temperatures["choices"]), generator.getrandbits(31)
+        return replace(request, output_len=each, temperature=temperature, seed=seed, choices=CHOICES)
     if request.kind == "stop":
         return replace(request, output_len=min(max(answer, LEAST_TO_STOP), room))
-    if request.kind == "adjusted":
+    if request.kind in ("adjusted", "repetition"):
         return replace(request, output_len=min(max(answer, LEAST_ADJUSTED), room))
     if request.kind == "end":
         tokens = min(answer, room - SPARE)

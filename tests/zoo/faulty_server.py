@@ -2,18 +2,21 @@
 
     python -P faulty_server.py FAULT_FILE CHECKPOINT [options of `pipeline serve`...]
 
-Faults of the engine are injected around its step and its aborts, faults of the server around requests and
-streams and their events; what they are is in `servers*.py`. One server serves for all of them, since
-starting it takes longer than judging it. Several at once are separated by `+`.
+Faults of the engine are injected around its step and its aborts, faults of the server around requests, around
+streams and their events, and around answers that are not streamed; what they are is in `servers*.py`. One
+server serves for all of them, since starting it takes longer than judging it. Several at once are separated
+by `+`.
 """
 
 import contextlib
 import functools
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.commands import serve as serving
 from scalegate.serving_check.engine.engine import Engine
@@ -78,8 +81,8 @@ def forget_pages(engine: Engine) -> None:
 def make_streams_faulty(path: Path) -> None:
     """Every request, and every stream, goes through the faults that are on."""
     switch, traffic = Switch(path), Traffic()
-    asked, requests, streams, events = map(of, ("params", "request", "stream", "events"))
-    deltas, stream = Generation.deltas, app.stream
+    asked, requests, streams, events, whole = map(of, ("params", "request", "stream", "events", "whole"))
+    deltas, stream, collect = Generation.deltas, app.stream, app.collect
 
     async def faulty_deltas(self: Generation) -> AsyncIterator[list[Delta]]:
         nonlocal traffic
@@ -109,7 +112,17 @@ def make_streams_faulty(path: Path) -> None:
         sent = stream(first, rest, *others)
         return functools.reduce(lambda inner, fault: fault(inner), switch.on(events), sent)
 
+    async def faulty_collect(generation: Generation, api: Any) -> Any:
+        async def answer() -> Any:
+            return json.loads((await collect(generation, api)).body)
+
+        if not (faults := switch.on(whole)):
+            return await collect(generation, api)
+        changed = functools.reduce(lambda inner, fault: lambda: fault(generation, inner), faults, answer)
+        return JSONResponse(await changed())
+
     Generation.deltas = faulty_deltas  # type: ignore[method-assign]
+    app.collect = faulty_collect
     app.stream = faulty_stream  # type: ignore[assignment]
 
 

@@ -39,6 +39,11 @@ def frequency_penalty_ignored(asked: SamplingParams) -> SamplingParams:
     return replace(asked, frequency_penalty=0.0)
 
 
+@hidden("params", "text in use", "with a repetition penalty")
+def repetition_penalty_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, repetition_penalty=1.0)
+
+
 @hidden("params", "text in use", "with penalties and a bias")
 def small_biases_ignored(asked: SamplingParams) -> SamplingParams:
     """All but those that force a token or forbid it."""

@@ -11,7 +11,8 @@ from ...evidence.in_use import FiguresInUse, SideInUse
 from ...evidence.verdict import CheckResult, CheckStatus
 
 NAME = "answers as asked"
-SHOWN = 3
+SHOWN = 6
+"""How many kinds of answers that are not as asked are shown, with one of each."""
 FEWEST_SEEDS = 2
 """The least number of answers with a repeated seed from which on rounding cannot be why all of them differ.
 One in 25 sound answers differs in its first tokens (`evidence/as_asked.py`), so both of two in one of 600
@@ -36,7 +37,8 @@ def check_as_asked(in_use: FiguresInUse) -> CheckResult:
     wrong = {kind for kind, count in by_kind.items() if count > baseline_by_kind[kind]}
     alike = by_kind.keys() - wrong
     status: CheckStatus = "fail" if wrong else "unknown" if alike or in_use.unknown else "pass"
-    told = [f"{words} ({count}×)" for words, count in ours.most_common() if _kind(words) in wrong][:SHOWN]
+    told = [f"{_example(ours, kind)} ({count}×)" for kind, count in by_kind.most_common() if kind in wrong]
+    told = told[:SHOWN] + ([f"and {len(wrong) - SHOWN} kinds more"] if len(wrong) > SHOWN else [])
     told += [f"{kind}: the baseline's server does not answer as asked either" for kind in sorted(alike)]
     told += list(in_use.unknown)
     count = sum(by_kind[kind] for kind in wrong)
@@ -63,6 +65,10 @@ def _by_kind(found: Counter[str]) -> Counter[str]:
     for words, count in found.items():
         kinds[_kind(words)] += count
     return kinds
+
+
+def _example(found: Counter[str], kind: str) -> str:
+    return next(words for words, _ in found.most_common() if _kind(words) == kind)
 
 
 def _kind(words: str) -> str:

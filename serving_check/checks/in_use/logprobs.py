@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...evidence.in_use import AnswerInUse
 from ...evidence.verdict import CheckResult, finite
@@ -29,53 +30,92 @@ def check_logprobs(answers: Sequence[AnswerInUse]) -> CheckResult:
         f"at most {MOST_ON_AVERAGE:g} nats from those computed here on average, and {MOST:g} at any token; "
         f"{MOST_OF_ALTERNATIVES:g} on average of alternatives"
     )
-    told = [(answer.tokens, answer.logprob_errors) for answer in answers if answer.logprob_errors is not None]
+    told = [answer for answer in answers if answer.logprob_errors is not None]
     if not told:
         reason = "the artifact's server was not asked for log-probabilities, or does not tell any"
         return CheckResult(NAME, "unknown", "not told", bound, reason)
-    tokens = sum(count for count, _ in told)
-    mean = math.fsum(count * error for count, (error, _) in told) / tokens
-    largest = max(error for _, (_, error) in told)
-    is_close = mean <= MOST_ON_AVERAGE and largest <= MOST
-    others = _of_alternatives(answers)
-    # NaN is not close.
-    others_are_close = others is None or others <= MOST_OF_ALTERNATIVES
-    reason = f"told with {tokens} greedy tokens of {len(told)} answers"
-    if math.isinf(largest):
-        reason = "not every token has one"
-    elif not is_close:
-        reason = (
-            "they are not those of the artifact's logits at these tokens: look at the temperature, the base "
-            "and the positions that the server takes them from"
-        )
-    elif not others_are_close:
-        reason = (
-            f"those of the chosen tokens are right, those of the most likely ones are {others:.2f} nats off "
-            "on average: look at how the server finds and names alternatives"
-        )
+    by_group = {
+        _group(answer): [other for other in told if _group(other) == _group(answer)] for answer in told
+    }
+    wrong = {group: problem for group, some in by_group.items() if (problem := _problem(_errors_of(some)))}
+    errors = _errors_of(told)
+    reason = f"told with {errors.tokens} greedy tokens of {len(told)} answers"
+    # With all groups wrong the groups explain nothing.
+    if len(wrong) == len(by_group):
+        reason = _problem(errors) or next(iter(wrong.values()))
+    elif wrong:
+        reason = "; ".join(f"only {group}: {problem}" for group, problem in wrong.items())
+    others = errors.of_alternatives
     return CheckResult(
         name=NAME,
-        status="pass" if is_close and others_are_close else "fail",
-        measured=f"{mean:.3f} nats off on average, {largest:.2f} at most"
+        status="fail" if wrong else "pass",
+        measured=f"{errors.mean:.3f} nats off on average, {errors.largest:.2f} at most"
         + ("" if others is None else f"; alternatives {others:.3f}"),
         bound=bound,
         reason=reason,
         figures={
             "answers": len(told),
-            "tokens": tokens,
-            "mean": finite(mean),
-            "largest": finite(largest),
+            "tokens": errors.tokens,
+            "mean": finite(errors.mean),
+            "largest": finite(errors.largest),
             "mean_of_alternatives": None if others is None else finite(others),
         },
     )
 
 
-def _of_alternatives(answers: Sequence[AnswerInUse]) -> float | None:
-    """Return how many nats the log-probabilities are off on average; None if none are told."""
+def _group(answer: AnswerInUse) -> str:
+    """Return the form of the request: a server has code of its own for each."""
+    return ("" if answer.is_streamed else "unstreamed ") + ("chats" if answer.is_chat else "completions")
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """By how many nats log-probabilities are off."""
+
+    tokens: int
+    mean: float
+    largest: float
+    of_alternatives: float | None
+    """The mean of alternatives; None if none are told."""
+
+
+def _errors_of(answers: Sequence[AnswerInUse]) -> _Errors:
     told = [
+        (answer.tokens, *answer.logprob_errors) for answer in answers if answer.logprob_errors is not None
+    ]
+    others = [
         (answer.tokens, answer.alternatives_error)
         for answer in answers
         if answer.alternatives_error is not None
     ]
-    tokens = sum(count for count, _ in told)
-    return math.fsum(count * error for count, error in told) / tokens if tokens else None
+    return _Errors(
+        tokens=sum(count for count, _, _ in told),
+        mean=_mean([(count, error) for count, error, _ in told]) or 0.0,
+        largest=max(error for _, _, error in told),
+        of_alternatives=_mean(others),
+    )
+
+
+def _mean(errors: Sequence[tuple[int, float]]) -> float | None:
+    """The mean over tokens of (tokens, error)."""
+    tokens = sum(count for count, _ in errors)
+    return math.fsum(count * error for count, error in errors) / tokens if tokens else None
+
+
+def _problem(errors: _Errors) -> str | None:
+    """What is wrong with them; None if they are close enough."""
+    if math.isinf(errors.largest):
+        return "not every token has one"
+    # NaN is not close.
+    if not (errors.mean <= MOST_ON_AVERAGE and errors.largest <= MOST):
+        return (
+            "they are not those of the artifact's logits at these tokens: look at the temperature, the base "
+            "and the positions that the server takes them from"
+        )
+    if errors.of_alternatives is not None and not errors.of_alternatives <= MOST_OF_ALTERNATIVES:
+        return (
+            f"those of the chosen tokens are right, those of the most likely ones are "
+            f"{errors.of_alternatives:.2f} nats off on average: look at how the server finds and names "
+            "alternatives"
+        )
+    return None

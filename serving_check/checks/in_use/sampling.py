@@ -10,7 +10,7 @@ tokens of the bundled model (640 in NVFP4), one run each. The effect moves the s
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ...evidence.in_use import PIT_BINS, AnswerInUse, Draws
 from ...evidence.verdict import CheckResult, CheckStatus, finite
@@ -27,9 +27,16 @@ SEEDS_LEVEL = 0.0002
 """The chance that sound draws fail by repeated answers. It is small, since real repetitions are long."""
 FEWEST_DRAWN = 5 * PIT_BINS
 """The least number of drawn tokens: five in each bin, as a chi-square test needs (Cochran, 1954)."""
-MOST_OF_CHOICES = 6.0
-"""The most standard deviations of the surprisal of several answers to one request. The sum over so few tokens
-is not quite normal in its tails, so the bound is far out: garbage of 200 tokens exceeds it at once."""
+MOST_OF_GROUP = 6.0
+"""The most standard deviations of the surprisal of a group of answers. The sum over so few tokens is not
+quite normal in its tails, so the bound is far out: garbage of 200 tokens exceeds it at once."""
+GROUPS: dict[str, Callable[[AnswerInUse], bool]] = {
+    "further answers to requests for several": lambda answer: bool(answer.choice),
+    "answers to requests for several": lambda answer: answer.choice is not None,
+    "answers that are not streamed": lambda answer: not answer.is_streamed,
+    "answers in chats": lambda answer: answer.is_chat,
+}
+"""A server has code of its own for each of these groups."""
 OTHER_MODEL = 0.5
 """The relative error of the temperature beyond which another cause than the temperature is named."""
 CUT = "unlikely tokens are not drawn: the server cuts distributions by top-k, top-p or min-p"
@@ -52,20 +59,14 @@ def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
     z = _z(draws)
     spread = chi_square(draws.bins)
     surprisal_chance, spread_chance = normal_chance(z), chi_square_chance(spread, PIT_BINS - 1)
-    of_choices = [draws for answer, draws in drawn if answer.choice is not None]
-    of_others = [draws for answer, draws in drawn if answer.choice is None]
-    choices_z, others_z = _z(_sum(of_choices)), _z(_sum(of_others))
     repeating, seeds_chance = _repeating([answer for answer, _ in drawn])
     off = sum(answer.off for answer, _ in drawn)
     problems = []
     if seeds_chance < SEEDS_LEVEL:
         problems.append(_alike([answer for answer, _ in drawn], repeating))
+    if (of_group := _only_one_group(drawn)) is not None:
+        problems.append(of_group)
     # NaN is no fit.
-    if not abs(choices_z) < MOST_OF_CHOICES and normal_chance(others_z) >= SURPRISAL_LEVEL:
-        problems.append(
-            f"only the {len(of_choices)} answers to requests for several do not fit, with z = "
-            f"{choices_z:+.1f}: choices of one request are mixed up, or have a source of their own"
-        )
     elif not surprisal_chance >= SURPRISAL_LEVEL:
         problems.append(_another_source(draws, off))
     elif not spread_chance >= SPREAD_LEVEL:
@@ -88,6 +89,27 @@ def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
             "repeating_answers": repeating,
         },
     )
+
+
+def _only_one_group(drawn: Sequence[tuple[AnswerInUse, Draws]]) -> str | None:
+    """The reason if one group of answers does not fit and all others do; None if there is none."""
+    largest, reason = 0.0, None
+    for words, holds in GROUPS.items():
+        group = [(answer, draws) for answer, draws in drawn if holds(answer)]
+        others = [draws for answer, draws in drawn if not holds(answer)]
+        if not group or not others:
+            continue
+        draws = _sum(draws for _, draws in group)
+        z = _z(draws)
+        # NaN is no fit.
+        if abs(z) < MOST_OF_GROUP or abs(z) <= largest or normal_chance(_z(_sum(others))) < SURPRISAL_LEVEL:
+            continue
+        cause = _another_source(draws, sum(answer.off for answer, _ in group))
+        if all(answer.choice is not None for answer, _ in group):
+            cause = "choices of one request are mixed up, or answer another prompt"
+        largest = abs(z)
+        reason = f"only the {len(group)} {words} do not fit, with z = {z:+.1f}: {cause}"
+    return reason
 
 
 def _sum(several: Iterable[Draws]) -> Draws:

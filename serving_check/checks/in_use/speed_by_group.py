@@ -26,6 +26,8 @@ KINDS = {
     "logprobs": "requests with log-probabilities",
     "choices": "requests for several answers",
     "adjusted": "requests with penalties and a bias",
+    "repetition": "requests with a repetition penalty",
+    "unstreamed": "requests that are not streamed",
 }
 
 

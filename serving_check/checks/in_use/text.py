@@ -22,6 +22,7 @@ FEWEST_IN_RANGE = 3
 PURE = 0.75
 """The share of wrong answers among all answers that meet a condition from which on it is named as a cause."""
 MOST_CONDITIONS = 3
+CHAT, UNSTREAMED = "chat", "unstreamed"
 CONTEXTS = "look at how keys and values of such contexts are stored, found and attended to"
 BATCHES = "look at the kernels for that M, and at how the server batches requests"
 
@@ -118,7 +119,7 @@ def _groups(greedy: Sequence[AnswerInUse]) -> Iterator[tuple[str, str, Holds]]:
     longest = max(map(_context, greedy))
     for context in (1 << power for power in range(longest.bit_length())):
         yield f"beyond {context:,} tokens of context", CONTEXTS, _has_context_from(context + 1)
-    for kind in sorted({answer.kind for answer in greedy}):
+    for kind in _kinds_of(greedy):
         yield _of_kind(kind), _advice_on(kind), _is_of_kind(kind)
 
 
@@ -176,7 +177,7 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
 
 def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> Iterator[Condition]:
     """Yield all conditions that wrong answers may have in common, the simplest first."""
-    for kind in sorted({answer.kind for answer in wrong}):
+    for kind in _kinds_of(wrong):
         yield Condition(_of_kind(kind), _advice_on(kind), _is_of_kind(kind))
     yield Condition(
         "beside which a prompt was read",
@@ -217,7 +218,19 @@ def _context(answer: AnswerInUse) -> int:
 
 
 def _is_of_kind(kind: str) -> Holds:
+    if kind == CHAT:
+        return lambda answer: answer.is_chat or answer.kind == CHAT
+    if kind == UNSTREAMED:
+        return lambda answer: not answer.is_streamed
     return lambda answer: answer.kind == kind
+
+
+def _kinds_of(answers: Iterable[AnswerInUse]) -> list[str]:
+    """The kinds of these answers, chats and answers that are not streamed among them."""
+    found = {answer.kind for answer in answers}
+    found |= {CHAT for answer in answers if answer.is_chat}
+    found |= {UNSTREAMED for answer in answers if not answer.is_streamed}
+    return sorted(found)
 
 
 def _has_context_from(least: int) -> Holds:
@@ -234,16 +247,18 @@ def _has_m_between(lowest: float, highest: float) -> Holds:
 
 def _of_kind(kind: str) -> str:
     return {
-        "chat": "in a chat",
+        CHAT: "in a chat",
         "stop": "with a stop string",
         "end": "that end by the end-of-sequence token",
         "logprobs": "with log-probabilities",
         "adjusted": "with penalties and a bias",
+        "repetition": "with a repetition penalty",
+        UNSTREAMED: "that are not streamed",
     }.get(kind, "of plain completions")
 
 
 def _advice_on(kind: str) -> str:
-    if kind == "chat":
+    if kind == CHAT:
         return "the server makes another prompt of a conversation than the artifact's chat template does"
     return "look at what the server does otherwise for such requests"
 

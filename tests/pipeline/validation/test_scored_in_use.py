@@ -97,7 +97,17 @@ def test_penalties_and_a_bias_change_what_is_greedy(model: nn.Module, scorer: Te
         assert score(scorer, served("adjusted", other, adjustments=asked)).off > 0
 
 
-def adjusted(model: nn.Module, asked: Adjustments) -> tuple[int, ...]:
+def test_a_repetition_penalty_counts_the_prompt_and_the_answer(model: nn.Module, scorer: TextScorer):
+    asked = Adjustments(0.0, 0.0, (), repetition_penalty=1.3)
+    tokens = adjusted(model, asked)
+    assert score(scorer, served("repetition", tokens, adjustments=asked)).off == 0
+    none = adjusted(model, replace(asked, repetition_penalty=1.0))
+    of_answer_alone = adjusted(model, asked, counts_prompt=False)
+    for other in (none, of_answer_alone):
+        assert score(scorer, served("repetition", other, adjustments=asked)).off > 0
+
+
+def adjusted(model: nn.Module, asked: Adjustments, counts_prompt: bool = True) -> tuple[int, ...]:
     """What follows `PROMPT` greedily with penalties and biases, one token at a time."""
     found: list[int] = []
     for _ in range(2 * TOKENS):
@@ -106,6 +116,9 @@ def adjusted(model: nn.Module, asked: Adjustments) -> tuple[int, ...]:
         logits = logits.clone()
         for token, bias in asked.bias:
             logits[token] += bias
+        for token in {*(PROMPT if counts_prompt else ()), *found}:
+            factor = asked.repetition_penalty
+            logits[token] *= 1 / factor if logits[token] > 0 else factor
         for token, count in Counter(found).items():
             logits[token] -= asked.presence_penalty + count * asked.frequency_penalty
         found.append(logits.argmax().item())

@@ -47,6 +47,22 @@ def test_the_artifacts_own_text_passes_with_what_it_was_served_beside():
     assert text([replace(SOUND[0], off=2), *SOUND[1:]])[0] == "pass", "near ties"
 
 
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"is_streamed": False}, "only answers that are not streamed are wrong"),
+        ({"is_chat": True}, "only answers in a chat are wrong"),
+    ],
+)
+def test_a_form_of_requests_of_all_kinds_may_be_wrong_alone(form: dict[str, bool], words: str):
+    several = [replace(each, **form) if index % 4 == 1 else each for index, each in enumerate(SOUND)]
+    wrong = [replace(each, off=20) if index % 4 == 1 else each for index, each in enumerate(several)]
+    wrong = [replace(each, off=20) if each.kind == "chat" and "is_chat" in form else each for each in wrong]
+    assert text(several)[0] == "pass"
+    status, reason = text([replace(each, baseline_off=each.off) for each in wrong])
+    assert status == "fail" and words in reason
+
+
 def test_without_greedy_answers_nothing_is_known():
     assert text([])[0] == "inconclusive"
     assert text([answer("sampled", off=40)])[0] == "inconclusive", "sampled ones are judged elsewhere"
@@ -185,6 +201,25 @@ def test_only_the_choices_of_requests_for_several_may_be_wrong():
     assert "beside the entropy" in sampling(drawn(everywhere), *choices)[1], "not of these alone"
 
 
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"is_streamed": False}, "only the 2 answers that are not streamed do not fit, with z"),
+        ({"is_chat": True}, "only the 2 answers in chats do not fit, with z"),
+        ({"choice": 1}, "only the 2 further answers to requests for several do not fit, with z"),
+    ],
+)
+def test_a_group_of_sampled_answers_may_be_wrong_alone(group: dict[str, object], words: str):
+    greedy = replace(EVEN, tokens=100, nats=30.0, surprisal=-120.0, variance=150.0, bins=(5,) * PIT_BINS)
+    wrong = [drawn(greedy, off=0, **group), drawn(greedy, off=0, **group)]
+    sound = [drawn(**group), drawn(), drawn(choice=0)]
+    status, reason = sampling(*sound, *wrong)
+    assert status == "pass", "beside sound ones of the group it is too few"
+    status, reason = sampling(*sound[1:], *wrong)
+    assert status == "fail" and words in reason
+    assert ("the temperature is ignored" in reason) == ("choice" not in group)
+
+
 def test_a_choice_that_is_told_again_is_named():
     again = [
         drawn(choice=0),
@@ -216,6 +251,21 @@ def test_alternatives_are_judged_by_themselves():
     result = check_logprobs([replace(right, alternatives_error=2 * MOST_OF_ALTERNATIVES)])
     assert result.status == "fail" and "those of the most likely ones are 0.60 nats off" in result.reason
     assert check_logprobs([replace(right, alternatives_error=math.nan)]).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"is_chat": True}, "only chats: they are not those"),
+        ({"is_streamed": False}, "only unstreamed completions: they are not those"),
+    ],
+)
+def test_log_probabilities_are_judged_by_group(group: dict[str, object], words: str):
+    """A tenth of all tokens: the mean of all is within the bound."""
+    right = [replace(answer("logprobs"), logprob_errors=(0.0, 0.0)) for _ in range(9)]
+    wrong = replace(right[0], logprob_errors=(2 * MOST_ON_AVERAGE, MOST), **group)
+    assert check_logprobs([*right, wrong]).reason.startswith(words)
+    assert check_logprobs([*right, replace(wrong, is_chat=False, is_streamed=True)]).status == "pass"
 
 
 def test_missing_log_probabilities_fail():

@@ -29,6 +29,13 @@ def test_what_the_artifacts_server_alone_does_fails_by_its_kind():
     assert result.measured.startswith("2 of 20")
 
 
+def test_many_deviations_of_one_kind_hide_no_other():
+    ids = [f"id: one answer has '{index}', 'x'" for index in range(9)]
+    result = judged([*ids, *[f"kind {index}: wrong" for index in range(7)], STOP, STOP], [])
+    assert "id: one answer has '0', 'x' (9×)" in result.reason and f"{STOP} (2×)" in result.reason
+    assert result.reason.endswith("and 3 kinds more")
+
+
 def test_what_both_do_and_what_cannot_be_asked_is_unknown():
     assert judged([CHAT], [CHAT]).status == "unknown"
     result = judged([], [], ("it takes no logit_bias",))

@@ -12,9 +12,10 @@ from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.canary import continuations
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.as_asked import not_as_asked
-from scalegate.serving_check.workload.kinds_taken import kinds_taken
+from scalegate.serving_check.workload.kinds_taken import heeds_repetition_penalty, kinds_taken
 from scalegate.serving_check.workload.open_loop import run_open_loop
 from scalegate.serving_check.workload.use_plan import (
+    IN_CHATS,
     RARE,
     Conversations,
     PlannedRequest,
@@ -54,7 +55,7 @@ def result(server, tokenizer, token_text, heldout_text):
 
     prompts = [text[start : start + 32] for start in range(0, 3200, 400)]
     answered = [(each.prompt, each.text) for each in continuations(server, prompts, 32, token_text.encode)]
-    shape = UseShape(1.0, 5.0, 60.0, 4000, 400, 512, KINDS, END)
+    shape = UseShape(1.0, 5.0, 60.0, 4000, 400, 512, KINDS, frozenset(IN_CHATS), END)
     requests = plan_requests(3, shape, text, answered, Conversations(token_text.decode, chat))
     return run_open_loop(server, requests, TIMEOUT)
 
@@ -80,7 +81,8 @@ def test_requests_are_sent_at_their_times_with_their_prompts(result):
         # A timer's resolution, of asyncio's clock.
         assert record.start >= planned.at - 0.02
         assert record.prompt == planned.prompt
-        assert record.answer is not None and record.ttft is not None
+        assert record.answer is not None and (record.ttft is not None) == planned.is_streamed
+        assert record.envelope is not None and len(record.envelope.ids) == 1
         assert record.answer.model == result.model
         if planned.kind != "aborted":
             assert record.total_tokens == record.prompt_tokens + record.output_tokens
@@ -104,12 +106,28 @@ def test_token_ids_and_reasons_are_told(result):
         assert record.prompt_tokens == len(planned.prompt)
 
 
+def test_answers_that_are_not_streamed_tell_the_same(result):
+    whole = [
+        (planned, record)
+        for planned, record in zip(result.requests, result.records, strict=True)
+        if not planned.is_streamed
+    ]
+    assert {planned.kind for planned, _ in whole} == KINDS - {"aborted"}
+    for planned, record in whole:
+        assert record.arrivals == [] and record.first_token_s == record.e2el
+        assert record.decoding == (record.start, record.start + record.e2el)
+        assert record.answer.finish_reason and record.answer.token_ids
+        assert len(record.other_choices) == planned.choices - 1
+        assert all(choice.token_ids for choice in record.other_choices)
+
+
 def test_all_choices_of_a_request_are_kept_and_the_first_is_timed(result):
     for planned, record in of_kind(result, "choices"):
         choices = [record.answer, *record.other_choices]
         assert [len(choice.token_ids) for choice in choices] == [planned.output_len] * 3
         assert len({tuple(choice.token_ids) for choice in choices}) == 3
         assert record.output_tokens == 3 * planned.output_len
+        assert planned.is_streamed == bool(record.arrivals)
         assert len(record.arrivals) <= planned.output_len, "one chunk may have several tokens"
 
 
@@ -135,13 +153,28 @@ def test_a_stop_string_ends_an_answer_before_it(server, token_text, result):
 
 
 def test_our_server_takes_every_kind(server):
-    assert kinds_taken(server, END, has_template=True).kinds == KINDS
+    taken = kinds_taken(server, END, has_template=True)
+    assert (taken.kinds, taken.in_chats, taken.unknown) == (KINDS, frozenset(IN_CHATS), ())
+    left = taken.without("stop", "why")
+    assert (left.kinds, left.unknown) == (KINDS - {"stop"}, ("why",)) and "stop" not in left.in_chats
     bare = kinds_taken(server, None, has_template=False)
     assert bare.kinds == KINDS - {"end", "chat"}
     assert bare.unknown == (
         "the tokenizer has no chat template for plain conversations",
         "the model has no end-of-sequence token",
     )
+
+
+@pytest.mark.parametrize(("texts", "heeds"), [("ab", True), ("aa", False)])
+def test_a_server_whose_answer_no_penalty_changes_does_not_heed_it(texts, heeds):
+    told = iter(texts)
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"text": next(told)}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    assert served(app, lambda endpoint: heeds_repetition_penalty(endpoint, (1, 2))) == heeds
 
 
 def served(app, work):

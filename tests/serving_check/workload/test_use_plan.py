@@ -11,6 +11,7 @@ from scalegate.base.errors import UserError
 from scalegate.serving_check.workload.drawing import lengths_within, poisson_times
 from scalegate.serving_check.workload.prompts import Slices
 from scalegate.serving_check.workload.use_plan import (
+    IN_CHATS,
     LEAST_LONG_ANSWER,
     LEAST_PROMPT,
     LONGEST_SHARE,
@@ -62,7 +63,25 @@ def test_every_kind_is_in_every_block(rates):
         assert counts.keys() == KINDS
         if len(requests) > 30:
             assert counts["sampled"] == round(len(requests) / 3)
-            assert counts["logprobs"] == round(len(requests) / 20)
+            assert counts["logprobs"] == round(len(requests) / 20) + 1
+            assert counts["aborted"] == round(len(requests) / 20)
+
+
+def test_one_of_each_kind_is_not_streamed_and_one_is_a_chat_where_both_servers_take_it():
+    unstreamed, chats = Counter(), Counter()
+    in_chats = frozenset(IN_CHATS) - {"end"}
+    for seed in range(4):
+        requests = planned(seed, replace(SHAPE, kinds_in_chats=in_chats))
+        assert max(requests, key=lambda one: len(one.prompt)).is_streamed
+        alone = [request for request in requests if not request.is_streamed]
+        assert sorted(one.kind for one in alone) == sorted(KINDS - {"aborted"})
+        unstreamed.update(one.kind for one in alone if one.messages)
+        of_kinds = [one.kind for one in requests if one.messages and one.kind in IN_CHATS]
+        assert sorted(of_kinds) == sorted(in_chats)
+        chats.update(one.full_kind for one in requests if one.messages)
+    # Every other time it is the chat.
+    assert unstreamed == {**dict.fromkeys([*in_chats, "sampled"], 2), "chat": 4}
+    assert {"unstreamed logprobs chat", "logprobs chat", "unstreamed chat", "sampled chat"} <= chats.keys()
 
 
 def test_some_sampled_requests_are_chats_and_some_chats_have_a_system_message():
@@ -142,7 +161,7 @@ def test_prompts_are_paid_and_one_is_as_long_as_can_be(prompt_tokens, last_rate)
         longest = min(shape.longest_prompt, int(prompt_tokens * LONGEST_SHARE), prompt_tokens - others)
         assert sum(lengths) <= prompt_tokens
         assert max(lengths) == longest and lengths.count(longest) == 1
-        assert min(len(request.prompt) for request in requests if request.kind != "chat") >= LEAST_PROMPT
+        assert min(len(request.prompt) for request in requests if not request.messages) >= LEAST_PROMPT
 
 
 def test_one_prompt_is_as_long_as_is_asked_for_and_has_an_answer_at_that_context():
@@ -190,7 +209,8 @@ def test_a_sampled_prompt_comes_twice_with_one_seed_and_once_with_another():
         alike = [request for request in sampled if prompts[request.prompt[:8]] == 3]
         first, second, third = alike
         assert first.seed == third.seed != second.seed and first.at < second.at < third.at
-        assert {replace(request, seed=0, at=0.0) for request in alike} == {replace(first, seed=0, at=0.0)}
+        plain = {replace(request, seed=0, at=0.0, is_streamed=True) for request in alike}
+        assert plain == {replace(first, seed=0, at=0.0, is_streamed=True)}
 
 
 @pytest.mark.parametrize("context", [128, 512])
@@ -202,14 +222,15 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
             is_sampled = request.kind in ("sampled", "choices")
             assert (request.temperature > 0) == (request.seed is not None) == is_sampled
             assert (request.choices > 1) == (request.kind == "choices")
-            assert (request.adjustments is not None) == (request.kind == "adjusted")
+            is_adjusted = request.kind in ("adjusted", "repetition")
+            assert (request.adjustments is not None) == is_adjusted
             assert (request.stop is not None) == (request.kind == "stop")
             assert (request.end_token is not None) == (request.kind == "end")
             if request.kind == "end":
                 assert request.min_tokens == request.output_len - SPARE >= 8
             if request.kind == "aborted":
                 assert 1 <= request.abort_after < request.output_len
-            if request.kind == "chat":
+            if request.messages:
                 assert list(request.prompt) == encode_chat(request.messages)
     assert 1.0 in {request.temperature for request in planned() if request.kind == "sampled"}
 
