@@ -131,10 +131,11 @@ def _created_off(result: OpenLoopResult) -> Iterator[str]:
         return
     earliest = max(created - ended for created, _, ended in times)
     latest = min(created + 1 - started for created, started, _ in times)
-    if earliest - latest > CLOCK_ERROR_S:
-        yield "created: the times do not follow when requests were sent and answered"
-    elif not abs(latest - result.began_at) < MOST_CLOCK_S:
+    # Milliseconds are both: they are named by what is wrong with each of them.
+    if not abs(latest - result.began_at) < MOST_CLOCK_S:
         yield f"created: the times are {latest - result.began_at:+.0f} s from this machine's clock"
+    elif earliest - latest > CLOCK_ERROR_S:
+        yield "created: the times do not follow when requests were sent and answered"
 
 
 def _problems(

@@ -271,3 +271,6 @@ def test_times_of_answers_follow_when_they_were_sent_by_any_clock(clock):
     still = [replace(envelope, created=(clock + 1000,)) for envelope in sent]
     (problem,) = told_beside(*still)
     assert "do not follow when requests were sent" in problem
+    milliseconds = [replace(envelope, created=(1000 * envelope.created[0],)) for envelope in sent]
+    (problem,) = told_beside(*milliseconds)
+    assert "from this machine's clock" in problem
