@@ -1,5 +1,6 @@
 """Fixtures that every room's tests share: the bundled checkpoint and its held-out text."""
 
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -23,6 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="try each fault that only a load as in use shows by itself, half a minute each",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of pytest-xdist fork servers from one process: its imports take six CPU seconds."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        forks = contextlib.ExitStack()
+        forks.enter_context(servers_forked("embedded", "auto"))
+        config.add_cleanup(forks.close)
 
 
 @functools.cache
