@@ -6,6 +6,7 @@ Every error here becomes one line in the log, and vLLM then serves as without th
 import logging
 import multiprocessing
 import os
+import sys
 
 VARIABLE = "SCALEGATE_KERNELS"
 """The environment variable that turns the plugin off if it is 0."""
@@ -71,5 +72,9 @@ def installed_vllm() -> tuple[int, int]:
 
 def _say(line: str) -> None:
     """Log a line once for each server, not in each of its processes, since all of them decide alike."""
-    if multiprocessing.parent_process() is None:
+    if multiprocessing.parent_process() is not None:
+        return
+    if logger.hasHandlers():
         logger.info(line)
+    else:  # from vLLM 0.32 on it configures its logging after it has loaded plugins
+        print(line, file=sys.stderr)

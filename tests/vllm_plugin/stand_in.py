@@ -138,7 +138,9 @@ class StandIn:
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn:
     """Put the stand-in where `import vllm` finds it, until the test ends."""
     log: list[str] = []
-    logger = SimpleNamespace(info=lambda line, *words: log.append(line % words if words else line))
+    logger = SimpleNamespace(
+        info=lambda line, *words: log.append(line % words if words else line), hasHandlers=lambda: True
+    )
     envs = SimpleNamespace(environment_variables={}, VLLM_BATCH_INVARIANT=False, VLLM_DISABLED_KERNELS=[])
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (9, 0))
     config = SimpleNamespace(

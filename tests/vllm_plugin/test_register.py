@@ -79,6 +79,16 @@ def test_a_version_that_was_not_tested_is_left_alone(monkeypatch, version):
     steps_aside(stand_in.install(monkeypatch, version), "knows vLLM from 0.26 on, before 0.27")
 
 
+def test_a_vllm_whose_logging_is_not_configured_yet_is_told_on_stderr(vllm, monkeypatch, capsys):
+    """vLLM 0.32 loads plugins first: a line of its logger would be lost."""
+    monkeypatch.setenv("SCALEGATE_KERNELS", "0")
+    logger = importlib.import_module("scalegate.vllm_plugin.register").logger
+    monkeypatch.setattr(logger, "hasHandlers", lambda: False)
+    register()
+    assert vllm.log == []
+    assert capsys.readouterr().err == "scalegate-kernels does not serve: SCALEGATE_KERNELS=0\n"
+
+
 def test_a_cpu_is_left_alone(vllm):
     vllm.platform.is_cuda = lambda: False
     steps_aside(vllm, "CUDA")
