@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from scalegate.tests.bench.vllm_plugin.checkpoints import CONVENTIONS, write_che
 SIDES = {"vllm": "0", "plugin": "1"}
 """Values of SCALEGATE_KERNELS."""
 TOLD = ("scalegate-kernels", "LinearKernel", "jit_monitor", "compilation during inference", "cache", "took")
+TRAFFIC_ANSWER = 64
+"""The most tokens of an answer in mixed traffic; prompts take the rest of the longest length."""
 TEXTS, TEXT_TOKENS = 8, 256
 """Of the random prompts whose log-probabilities are compared."""
 
@@ -44,6 +47,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument(
+        "--traffic", type=int, default=0, help="requests of mixed lengths for each engine with the plugin"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -79,6 +85,8 @@ def compare(options: argparse.Namespace) -> None:
                         group[convention, side].ask(f"measure {length}", ends)
             for side in SIDES:
                 group[convention, side].ask("score", ends)
+            if options.traffic:
+                group[convention, "plugin"].ask(f"traffic {options.traffic}", ends)
         for engine in group.values():
             engine.stop()
     rows = [row for engine in engines.values() for row in engine.rows]
@@ -127,6 +135,11 @@ class Engine:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+
+    def compiled(self) -> list[str]:
+        """What vLLM's monitor says was compiled in traffic."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [line.split("] ", 1)[-1][:160] for line in lines if "during inference: " in line]
 
     def told(self) -> list[str]:
         lines = self.log.read_text(errors="replace").splitlines()
@@ -186,11 +199,29 @@ def run_engine(options: argparse.Namespace) -> None:
         ]
         return [{"logprobs": logprobs}]
 
+    def traffic(count: str) -> list[dict[str, Any]]:
+        """Requests all at once, more than run together, of prompts and answers of many lengths."""
+        drawn = random.Random(0)
+        lengths = [int(2 ** drawn.uniform(0, math.log2(longest - TRAFFIC_ANSWER))) for _ in range(int(count))]
+        tokens = [drawn.randint(1, TRAFFIC_ANSWER) for _ in lengths]
+        text = random_prompts(1, longest, options.shape)[0]
+        requests = [{"prompt_token_ids": text[:length]} for length in lengths]
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True, detokenize=False)
+            for each in tokens
+        ]
+        begun = time.perf_counter()
+        answers = llm.generate(requests, sampling, use_tqdm=False)
+        given = [len(answer.outputs[0].token_ids) for answer in answers]
+        whole = sum(map(int.__eq__, given, tokens))
+        return [{"requests": len(requests), "whole": whole, "seconds": time.perf_counter() - begun}]
+
+    answer_to = {"measure": measure, "score": score, "traffic": traffic}
     generate(2, 64, 8)
     print("ANSWER", json.dumps([{"start_s": time.perf_counter() - started}]), flush=True)
     for line in sys.stdin:
         word, *rest = line.split()
-        print("ANSWER", json.dumps(measure(*rest) if word == "measure" else score()), flush=True)
+        print("ANSWER", json.dumps(answer_to[word](*rest)), flush=True)
 
 
 def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -> None:
@@ -215,6 +246,13 @@ def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -
                     f"  {length} N={n}: {speed['vllm']:.0f} -> {speed['plugin']:.0f} tok/s, "
                     f"{speed['plugin'] / speed['vllm']:.3f}x; first token {first['vllm'] * 1e3:.0f} -> "
                     f"{first['plugin'] * 1e3:.0f} ms"
+                )
+        for row in rows["plugin"]:
+            if "requests" in row:
+                compiled = engines[convention, "plugin"].compiled()
+                print(
+                    f"  {row['requests']} requests of mixed lengths in {row['seconds']:.0f} s: "
+                    f"{row['whole']} whole; compiled: {compiled or 'nothing'}"
                 )
         scores = [next((r["logprobs"] for r in rows[side] if "logprobs" in r), None) for side in SIDES]
         if all(scores):

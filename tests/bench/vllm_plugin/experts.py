@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--table", type=Path, help="the plugin's table, whose rows of experts are replaced")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="measure the first of them only")
-    parser.add_argument("--kinds", type=int, default=len(KINDS))
+    parser.add_argument("--conventions", nargs="+", default=sorted({each for each, _ in KINDS}))
     parser.add_argument("--seconds", type=float, default=250)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,9 @@ def main() -> None:
 
         init_workspace_manager(torch.device("cuda", 0))
         for shape in SHAPES[: options.shapes]:
-            for convention, dtype in KINDS[: options.kinds]:
+            for convention, dtype in KINDS:
+                if convention not in options.conventions:
+                    continue
                 if time.monotonic() - started > options.seconds:
                     print(f"no time for {shape.name} {convention} {dtype}", flush=True)
                     continue
