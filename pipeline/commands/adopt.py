@@ -49,7 +49,7 @@ def adopt(
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder here; download the checkpoint first, because the manifest is written "
-            "into its folder"
+            "beside the weights"
         )
     if (folder / MANIFEST_NAME).exists():
         raise UserError(f"{folder} has a {MANIFEST_NAME} already; remove it to adopt the checkpoint again")

@@ -100,7 +100,9 @@ def _said(verdict: Verdict) -> str:
 
 def _refuse_hub_options(directory: Path | None, private: bool, create_pr: bool, revision: str | None) -> None:
     if directory is not None and (private or create_pr or revision is not None):
-        raise UserError("--private, --create-pr and --revision are for the Hub; a folder has none of them")
+        raise UserError(
+            "--private, --create-pr and --revision apply to the Hub only; leave them out for a folder"
+        )
 
 
 def require_passing_verdict(folder: Path) -> tuple[Artifact, Verdict]:

@@ -311,7 +311,7 @@ class WeightLoader:
         if len(product.experts) != expected[0]:
             raise UserError(
                 f"{self.checkpoint.source}: {product.name} has {len(product.experts)} experts in the "
-                f"checkpoint; by the config it has {expected[0]}"
+                f"checkpoint, but {expected[0]} by the config"
             )
 
     def tie(self) -> None:
