@@ -14,5 +14,5 @@
     cache_key.py    what vLLM's compile cache must depend on
     interface.py    all that is vLLM's
 
-Not imported by any other folder: vLLM and `packaging/kernels/` import this one.
+No other folder imports this one: vLLM and `packaging/kernels/` do.
 """

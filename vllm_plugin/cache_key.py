@@ -1,8 +1,8 @@
 """The facts that vLLM's compile cache must depend on: the version of the kernels, and the layers that they
 serve.
 
-A graph that was compiled with them calls our op on our bytes. Without the plugin, with another version, or
-with other layers, a cached graph would read wrong bytes.
+A graph that was compiled with the kernels calls our op on our bytes. Without the plugin, with another
+version, or with other layers, a cached graph would read wrong bytes.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ SERVED: set[str] = set()
 
 @cache
 def digest() -> str:
-    """The digest of every file of the wheel: it changes with each change of the code and of the
+    """Return the digest of every file of the wheel: it changes with each change of the code and of the
     measurements.
     """
     found = hashlib.sha256()
@@ -30,5 +30,7 @@ def digest() -> str:
 
 
 def factor() -> str:
-    """The part of the key that is ours; vLLM asks for it when the model is loaded and not yet compiled."""
+    """Return the part of the key that is ours; vLLM asks for it when the model is loaded and not yet
+    compiled.
+    """
     return "; ".join((digest(), *sorted(SERVED)))

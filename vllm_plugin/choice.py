@@ -32,7 +32,8 @@ class Choice:
 
 
 def choose(problem: Problem, rows: Rows) -> Choice:
-    """The layout for a layer, if it serves the problem and is faster than vLLM's own kernel on this GPU.
+    """Return the layout for a layer, if it serves the problem and is faster than vLLM's own kernel on this
+    GPU.
 
     If batch invariance is requested, speed does not count: vLLM's own kernels for these formats are not
     batch-invariant.
@@ -52,7 +53,7 @@ def choose(problem: Problem, rows: Rows) -> Choice:
 
 
 def choose_experts(problem: Problem, rows: Rows) -> Decision:
-    """Whether our products serve a layer of experts and are faster than vLLM's own; its measurements are
+    """Say whether our products serve a layer of experts and are faster than vLLM's own; the measurements are
     those of the same number of experts and of experts per token.
     """
     kind = f"{problem.spec.key} ({problem.experts})"

@@ -22,7 +22,7 @@ MOST_TOKENS = 8192
 
 
 class ScalegateExperts(MarlinExperts):
-    """Our products for the layers that they make faster, Marlin's for the others.
+    """Our products serve the layers that they make faster, Marlin's serve the others.
 
     vLLM chooses the class of a layer's experts before it knows the groups of the weights, so the layer is
     ours if `pack_int4` or `pack_nvfp4` has packed it.
@@ -69,7 +69,8 @@ class ScalegateExperts(MarlinExperts):
 
 
 def pack_int4(loaded: Any) -> tuple[Tensor | None, ...] | None:
-    """The packed words and scales of a layer of experts as vLLM unpacks them, or None if Marlin keeps it.
+    """Return the packed words and scales of a layer of experts as vLLM unpacks them, or None if Marlin keeps
+    the layer.
 
     loaded: w13_qweight int32 [E, K/8, N], w13_scales [E, K/g, N], w13_qzeros int32 [E, K/g, N/8] or None, and
             so on: the arguments of vLLM's own packing
@@ -105,7 +106,7 @@ def pack_int4(loaded: Any) -> tuple[Tensor | None, ...] | None:
 
 
 def int4_weights(spec: Int4, words: Tensor, scale: Tensor, zeros: Tensor | None) -> list[Weight]:
-    """The weight of each expert; tensors as `pack_int4` has them."""
+    """Return the weight of each expert; tensors are as `pack_int4` has them."""
     return [
         int4_weight(spec, words[i].data.t(), scale[i].data.t(), None if zeros is None else zeros[i].data.t())
         for i in range(len(words))
@@ -113,7 +114,7 @@ def int4_weights(spec: Int4, words: Tensor, scale: Tensor, zeros: Tensor | None)
 
 
 def pack_nvfp4(loaded: Any) -> tuple[Tensor | None, ...] | None:
-    """The packed words, scales and factors of a layer of experts, or None if Marlin keeps it.
+    """Return the packed words, scales and factors of a layer of experts, or None if Marlin keeps the layer.
 
     loaded: w13 uint8 [E, N, K/2], w13_scale e4m3 [E, N, K/16], w13_scale_2 fp32 [E], a multiplier, and so on:
             the arguments of vLLM's own packing
@@ -145,7 +146,7 @@ def products_of(layer: Any, spec: Int4 | NVFP4, gate_up: PackedWeight, down: Pac
 
 
 def is_ours(layer: Any, spec: Int4 | NVFP4) -> bool:
-    """Whether our products serve the layer and are faster."""
+    """Say whether our products serve the layer and are faster."""
     config = layer.moe_config
     shape = f"{config.num_local_experts} experts of {spec.key}"
     parallel = config.moe_parallel_config
@@ -172,7 +173,7 @@ def pack(weights: list[Weight], layer: Any) -> PackedWeight:
 
 
 def compile_once(layer: Any, products: Products) -> None:
-    """Compile all that layers like this one will need, at the first of them."""
+    """Compile all that layers like this one will need, at the first of these layers."""
     config = layer.moe_config
     experts = f"{config.num_local_experts} experts, top {config.experts_per_token}"
     kind = f"{experts} {products.spec.key} {products.hidden} {products.inner} {config.in_dtype}"

@@ -1,7 +1,7 @@
 """A layer of experts from packed weights: both products, SiLU between them, and the weighted sum.
 
-vLLM calls it inside an op of its own (`vllm::moe_forward`), so it is captured in CUDA graphs with that op.
-All scratch memory is vLLM's.
+vLLM calls the product inside an op of its own (`vllm::moe_forward`), so it is captured in CUDA graphs with
+that op. All scratch memory is vLLM's.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class Products:
         return few and isinstance(self.spec, Int4) and one_token.serves(self.operand(0), self.operand(1))
 
     def operand(self, which: int) -> one_token.Int4Operand:
-        """An INT4 weight for the kernels of a single token."""
+        """Return an INT4 weight for the kernels of a single token."""
         spec = self.spec
         if not isinstance(spec, Int4):
             raise TypeError(f"{spec.key} has no kernels for a single token")
@@ -86,7 +86,7 @@ def view(memory: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def tokens_to_compile(experts: int, top_k: int, most: int) -> tuple[int, ...]:
-    """For each form of the kernels, the smallest number of tokens up to `most` that uses it."""
+    """Return, for each form of the kernels, the smallest number of tokens up to `most` that uses it."""
     first: dict[object, int] = {}
     for tokens in range(1, most + 1):
         first.setdefault((tokens == 1, bucket_of(tokens * top_k, experts)), tokens)

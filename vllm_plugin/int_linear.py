@@ -16,7 +16,7 @@ N_FIRST = {"input_dim": 1, "output_dim": 0}
 
 
 def spec_of(config: MPLinearLayerConfig) -> Int4 | Int8 | str:
-    """The layer's format, or the reason why the plugin has none for it."""
+    """Return the layer's format, or the reason why the plugin has none for it."""
     n = config.partition_weight_shape[1]
     whole_row = config.group_size in (WHOLE_ROW, config.full_weight_shape[0])
     if config.has_g_idx:
@@ -37,7 +37,7 @@ def spec_of(config: MPLinearLayerConfig) -> Int4 | Int8 | str:
 
 
 class ScalegateLinearKernel(MPLinearKernel):
-    """vLLM makes one for each layer; `VLLM_DISABLED_KERNELS` knows it by this name."""
+    """vLLM makes a kernel object for each layer; `VLLM_DISABLED_KERNELS` knows the class by this name."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -61,7 +61,7 @@ class ScalegateLinearKernel(MPLinearKernel):
         empty(*(getattr(layer, name or "", None) for name in (self.w_q_name, self.w_s_name, self.w_zp_name)))
 
     def weight_of(self, layer: nn.Module) -> Weight:
-        """The layer's weight from the parameters that vLLM has loaded, in whichever order they lie."""
+        """Return the layer's weight from the parameters that vLLM has loaded, in whichever order they lie."""
         words, scale, zeros, _ = self._get_weight_params(layer)
         permute_param_layout_(words, packed_dim=1, **N_FIRST)
         permute_param_layout_(scale, **N_FIRST)

@@ -1,4 +1,4 @@
-"""Every part of vLLM that the plugin uses. No other file asks which vLLM there is.
+"""Every part of vLLM that the plugin uses. No other file asks which vLLM is installed.
 
 Importing this file imports vLLM; if a part is missing, ImportError or AttributeError names it, and the plugin
 does nothing.
@@ -45,7 +45,7 @@ def offer(
     setting: str,
     value: Callable[[], str],
 ) -> None:
-    """Offer our kernels before vLLM's own, and make the key of its compile cache depend on `value`.
+    """Offer our kernels before vLLM's own, and make the key of vLLM's compile cache depend on `value`.
 
     `register_linear_kernel` would append them. NVFP4's kernel, which is a Marlin kernel too, is installed
     where vLLM would choose Marlin: for weight-only layers vLLM chooses it by name and not from the table.
@@ -86,8 +86,8 @@ def offer_experts(experts: type[MarlinExperts], pack_int4: Packing, pack_nvfp4: 
 
 
 def asking_first(ours: Packing, theirs: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """vLLM's packing `theirs`, which first asks ours. `arguments` are those of its arguments that ours uses;
-    TypeError if it lacks one.
+    """Return vLLM's packing `theirs`, which first asks ours. `arguments` are those arguments of vLLM's
+    packing that ours uses; TypeError is raised if it lacks one.
     """
     form = signature(theirs)
     missing = [name for name in arguments if name not in form.parameters]
@@ -111,13 +111,13 @@ def linear_backend() -> str:
 
 
 def two_at_once() -> bool:
-    """Whether two streams run one layer at the same time (`--enable-dbo`)."""
+    """Say whether two streams run one layer at the same time (`--enable-dbo`)."""
     config = get_current_vllm_config_or_none()
     return config is not None and config.parallel_config.use_ubatching
 
 
 def most_rows() -> int | None:
-    """The number of rows in the largest step; None unless vLLM is loading a model."""
+    """Return the number of rows in the largest step; None unless vLLM is loading a model."""
     config = get_current_vllm_config_or_none()
     return None if config is None else config.scheduler_config.max_num_batched_tokens
 

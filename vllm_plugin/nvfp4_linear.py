@@ -12,7 +12,7 @@ from .stored import nvfp4_weight
 
 
 class ScalegateNvFp4LinearKernel(MarlinNvFp4LinearKernel):
-    """Our kernel for the layers that it makes faster, Marlin for the others.
+    """Our kernel serves the layers that it makes faster, Marlin serves the others.
 
     vLLM tells a kernel a layer's shape only when its weights are loaded, when a kernel can no longer refuse.
     """

@@ -87,7 +87,7 @@ def attach(layer: Any, packed: PackedWeight) -> None:
 
 
 def multiply(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ W.T + bias` with the weight that was attached; x [..., K] → [..., N].
+    """Compute `x @ W.T + bias` with the weight that was attached; x [..., K] gives [..., N].
 
     Dynamo traces this function, so it looks nothing up.
     """

@@ -60,7 +60,7 @@ def register_kernels() -> None:
 
 
 def installed_vllm() -> tuple[int, int]:
-    """The installed vLLM's major and minor version; (0, 0) if the build has no version."""
+    """Return the installed vLLM's major and minor version; (0, 0) if the build has no version."""
     import vllm
 
     try:

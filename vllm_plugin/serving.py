@@ -18,7 +18,7 @@ from .warm_up import warm_up
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
-    """The choice for a layer. It is made, and logged, once for all layers of one shape."""
+    """The choice for a layer. The choice is made, and logged, once for all layers of one shape."""
     mode: BatchInvariance = "pin" if envs.VLLM_BATCH_INVARIANT else "tuned"
     return _told(Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), None, mode))
 
@@ -38,7 +38,7 @@ def _told(problem: Problem) -> Choice:
 
 @lru_cache
 def serves_experts(spec: WeightFormat, n: int, k: int, dtype: torch.dtype, experts: Experts) -> bool:
-    """Whether layers of such experts are ours; [n, k] is the shape of one expert's first weight. Says so
+    """Say whether layers of such experts are ours; [n, k] is the shape of one expert's first weight. Says so
     once.
     """
     problem = Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), experts)
@@ -52,7 +52,7 @@ def serves_experts(spec: WeightFormat, n: int, k: int, dtype: torch.dtype, exper
 
 @lru_cache
 def log_refusal(layer: str, reason: str) -> str:
-    """Says once that layers like this are left to vLLM; returns the reason."""
+    """Say once that layers like this are left to vLLM; return the reason."""
     logger.info("scalegate-kernels leaves %s to vLLM: %s", layer, reason)
     return reason
 

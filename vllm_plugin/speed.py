@@ -55,7 +55,7 @@ class Row:
 
     @property
     def ratios(self) -> dict[int, float]:
-        """The speed of our kernel divided by the speed of vLLM's kernel, for each M."""
+        """Return the speed of our kernel divided by the speed of vLLM's kernel, for each M."""
         return {m: theirs / ours for m, ours, theirs in zip(self.m, self.ours_us, self.vllm_us, strict=True)}
 
 
@@ -71,13 +71,13 @@ class Decision:
 
 
 def shape_class(n: int, k: int) -> ShapeClass:
-    """The powers of two that are nearest to N and to K."""
+    """Return the powers of two that are nearest to N and to K."""
     return round(math.log2(n)), round(math.log2(k))
 
 
 @lru_cache
 def measured(path: Path = MEASURED) -> Rows:
-    """The measurements in the file, by GPU, format, dtype and class of shapes."""
+    """Return the measurements in the file, by GPU, format, dtype and class of shapes."""
     found: Rows = {}
     for measurement in json.loads(path.read_text(encoding="utf-8"))["measurements"]:
         gpu = Gpu(tuple(measurement["capability"]), measurement["sms"])
@@ -108,7 +108,7 @@ def decide(gpu: Gpu, weight_format: str, dtype: torch.dtype, n: int, k: int, row
 
 
 def gain(row: Row) -> float:
-    """The geometric mean of a shape's ratios at decoding sizes."""
+    """Return the geometric mean of a shape's ratios at decoding sizes."""
     return geometric_mean([ratio for m, ratio in row.ratios.items() if m <= DECODING])
 
 
@@ -117,7 +117,7 @@ def geometric_mean(ratios: list[float]) -> float:
 
 
 def refusal_by(row: Row) -> str | None:
-    """Why a measured shape is left to vLLM; None if it is ours."""
+    """Return why a measured shape is left to vLLM; None if it is ours."""
     if gain(row) < LEAST_GAIN:
         return f"{gain(row):.2f} times as fast as {row.vllm_kernel} up to M={DECODING}"
     of_prompts = geometric_mean([ratio for m, ratio in row.ratios.items() if m > DECODING])

@@ -15,7 +15,8 @@ NIBBLES = 8
 
 
 def int4_weight(spec: Int4, words: Tensor, scale: Tensor, zeros: Tensor | None) -> Int4Weight:
-    """An INT4 weight from tensors of compressed-tensors, GPTQ or AWQ. vLLM has undone AWQ's order of columns.
+    """Make an INT4 weight from tensors of compressed-tensors, GPTQ or AWQ. vLLM has undone AWQ's order of
+    columns.
 
     words: the codes, int32 [N, K/8]; the lowest nibble is the first k
     scale: the scales [N, K/g]
@@ -37,12 +38,14 @@ def int8_weight(spec: Int8, words: Tensor, scale: Tensor) -> Int8Weight:
 
 
 def nvfp4_weight(codes: Tensor, scale: Tensor, global_scale: Tensor) -> NVFP4Weight:
-    """An NVFP4 weight. codes: uint8 [N, K/2]; scale: e4m3 [N, K/16]; global_scale: fp32, a multiplier."""
+    """Make an NVFP4 weight. codes: uint8 [N, K/2]; scale: e4m3 [N, K/16]; global_scale: fp32, a
+    multiplier.
+    """
     return NVFP4Weight(NVFP4(), codes.contiguous(), scale.contiguous(), global_scale.float().reshape(()))
 
 
 def nibbles_of(words: Tensor) -> Tensor:
-    """int32 [rows, words] to uint8 [rows, 8 * words], the lowest nibble first."""
+    """Unpack int32 [rows, words] to uint8 [rows, 8 * words], the lowest nibble first."""
     shifts = 4 * torch.arange(NIBBLES, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 0xF).to(torch.uint8).flatten(-2)
 

@@ -24,7 +24,7 @@ def rows_looked_at(most: int) -> tuple[int, ...]:
 
 @lru_cache
 def rows_to_compile(n: int, columns: int, most: int, batch_invariant: bool) -> tuple[int, ...]:
-    """For each form of the kernel, the smallest number of rows up to `most` that uses it."""
+    """Return, for each form of the kernel, the smallest number of rows up to `most` that uses it."""
     first: dict[object, int] = {}
     for m in rows_looked_at(most):
         if batch_invariant:

@@ -1,7 +1,7 @@
 """Chooses the kernel for prefill attention over paged keys and values: there are two.
 
 `prefill.py`, in Triton, handles every step on every GPU; `hopper_prefill.py` is faster in large steps on
-Hopper. Their bits differ, so batch-invariant serving uses the first kernel for every step.
+Hopper. The two kernels' bits differ, so batch-invariant serving uses the first for every step.
 
 A large step reads each eight-bit page many times, so it widens the page to 16 bits first, once
 (`widen_pages.py`). The Hopper kernel needs widened values, but reads stored e4m3 keys directly, with queries

@@ -14,8 +14,8 @@ A word of scale_words has the scale in its high half; its low half, in the activ
     integer zero      -(128 + z), fp16 -(1024 + z)    w = ((128 + q) - (128 + z)) * s, rounded once
     fractional zero   (8 - z) * s                     w = ((128 + q) - 136) * s + (8 - z) * s, rounded once
 
-The formula (128 + q) * s - (128 + z) * s is not used: in bf16 it errs by a quarter of a step. Both forms take
-two packed multiply-adds for two weights.
+The formula (128 + q) * s - (128 + z) * s is not used: in bf16 it errs by a quarter of a step. The integer and
+the fractional form take two packed multiply-adds for two weights.
 
 On sm_90, with groups of 128, the loop takes per weight 2.8 instructions for blocks of 8 assignments, 3.0 for
 16, 3.3 for 32, 3.5 for 64 and 4.8 for 128; groups of 32 take 0.4 to 0.8 more. The unpacking is 1.9 of them.

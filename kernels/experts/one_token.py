@@ -28,7 +28,7 @@ slice's columns in the order of the words, which are loaded in the order that th
 `gate_up` owns 16 rows of gate and the same of up; `down` owns 16 rows of all top_k experts, summed in the
 order j = 0, 1, ...: so the same token gives the same bits. The first reads of `down` do not depend on
 `gate_up`, which lets `down` begin (PDL) as soon as its own loads have been issued, and prefetches the words
-of `down` into L2. Both read 4.25 bits per weight of top_k experts.
+of `down` into L2. The launches read 4.25 bits per weight of top_k experts.
 """
 
 from dataclasses import dataclass

@@ -7,13 +7,13 @@
 G is 1, or K/128: then a row has a scale for every 128 columns. "Swap AB": the weight is the first operand of
 the matrix instruction, so that few rows of x cost few columns.
 
-Hopper sums products of E4M3 with 14 bits. So sums of 128 columns are added to those before in fp32 (in two
+Hopper sums products of E4M3 with 14 bits. So sums of 128 columns are added to earlier sums in fp32 (in two
 levels, as DeepGEMM does), after they were multiplied by their scales if a row has several.
 
-Splits of K follow from the weight's shape alone; the CTA that ends last adds them in the order of K, and with
-many rows one CTA takes all of them in that order. So M may decide the tile, but not the bits of a row.
+Splits of K follow from the weight's shape alone. The CTA that ends last adds the splits in the order of K;
+with many rows one CTA takes all splits in that order. So M may decide the tile, but not the bits of a row.
 
-Bytes with few rows: N K.
+With few rows the kernel reads N K bytes.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ UNIT = tl.constexpr(SPLIT_UNIT)
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     split_k: K is split; sequential: one CTA takes all splits; even_k: K is whole steps of `bk` columns
     blocks: a row has a scale for every 128 columns; evict: Triton's policy for weights
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def _sum_steps(x_at, w_at, x_scales, w_scales, in_x, begin, end, M, N, K, FORM: tl.constexpr):
-    """fp32 [bn, bm] over the steps begin .. end along K."""
+    """Return sums fp32 [bn, bm] over the steps begin .. end along K."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     BK: tl.constexpr = FORM.bk
@@ -87,7 +87,7 @@ def fp8_kernel(
     x, x_scale, weight, w_scale, y, partials, semaphores, M, N, K, tiles_m, splits,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of y, all of one run of weights together; times splits if these have CTAs of their own."""
+    """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     BK: tl.constexpr = FORM.bk
@@ -137,7 +137,7 @@ def matmul(
     dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> Tensor:
-    """A new y [M, N] of `dtype`; the others as in the file's docstring.
+    """Return a new y [M, N] of `dtype`; the file's docstring describes the other arguments.
 
     semaphores: int32 zeros, `tiles.semaphores_of(N)` of them, for this weight alone
     tile: overrides the table, for tuning

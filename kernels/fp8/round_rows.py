@@ -4,8 +4,8 @@
     codes   [M, K]    float8_e4m3fn
     scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by 448
 
-The bits are those of the definition on a CPU: both divisions are rounded as IEEE says. Bytes: 3 M K, all but
-M K of them in L2 if x was just written.
+The bits are those of the definition on a CPU: both divisions are rounded as IEEE says. A call takes 3 M K
+bytes, all but M K of them in L2 if x was just written.
 """
 
 import torch
@@ -25,7 +25,7 @@ GROUPS_AT_ONCE = 32
 
 @triton.jit
 def _codes(values, scale):
-    """E4M3 codes of values, which fp32 scales of the same or a broadcast shape multiply."""
+    """Return E4M3 codes of values, which fp32 scales of the same or a broadcast shape multiply."""
     divisor = tl.where(scale > 0, scale, 1.0)
     wide = tl.where(scale > 0, tl.div_rn(values, divisor + tl.zeros_like(values)), 0.0)
     # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
@@ -39,7 +39,7 @@ def _scale(largest):
 
 @triton.jit
 def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A CTA for each row, with one scale."""
+    """Round rows, with a CTA and a scale for each row."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,7 +61,7 @@ def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PDL: tl.constexp
 def round_groups_kernel(
     x, codes, scales, M, groups, ROWS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
 ):
-    """A CTA for so many consecutive groups, of which a row of x has `groups`."""
+    """Round groups, with a CTA for so many consecutive ones, of which a row of x has `groups`."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,7 +75,7 @@ def round_groups_kernel(
 
 
 def round_rows(x: Tensor, in_groups: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x; shapes as in the file's docstring.
+    """Return codes and scales of x; the file's docstring describes the tensors.
 
     in_groups: every 128 columns of a row have a scale of their own; else the row has one
     """

@@ -1,6 +1,6 @@
 """Tiles and splits of the product in E4M3: by rows of x, and by the weight's shape.
 
-As tuned for Qwen3-8B's shapes on an H200.
+Tiles and splits were tuned for Qwen3-8B's shapes on an H200.
 """
 
 from functools import lru_cache
@@ -28,7 +28,7 @@ IN_TURNS = Tile(64, 128, 128, 3, 8)
 
 
 def tile_for(m: int, sequential: bool, blocks: bool) -> Tile:
-    """The tile for m rows of x.
+    """Return the tile for m rows of x.
 
     sequential: one CTA takes all splits of K; blocks: a row has a scale for every 128 columns
     """
@@ -41,13 +41,13 @@ def tile_for(m: int, sequential: bool, blocks: bool) -> Tile:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """The number of splits of K: by the weight's shape alone, so that a row fills a GPU."""
+    """Return the number of splits of K: by the weight's shape alone, so that a row fills a GPU."""
     units = triton.cdiv(k, SPLIT_UNIT)
     return max(1, min(MAX_SPLITS, units // MIN_UNITS, SLOTS // triton.cdiv(n, TILE_ROWS)))
 
 
 def semaphores_of(n: int) -> int:
-    """int32 zeros that a weight of n rows needs; every product resets them to zero."""
+    """Return int32 zeros that a weight of n rows needs; every product resets them to zero."""
     most = triton.cdiv(MAX_SPLIT_ROWS, MORE_ROWS.bm) * triton.cdiv(n, MORE_ROWS.bn)
     in_blocks = triton.cdiv(MAX_SPLIT_ROWS, MORE_ROWS_IN_BLOCKS.bm) * triton.cdiv(n, MORE_ROWS_IN_BLOCKS.bn)
     return max(most, in_blocks)

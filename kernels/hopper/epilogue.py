@@ -10,7 +10,7 @@ and more only of sums under 2^-29 of the thread's greatest. Rounding y loses 2^-
 Scratch memory is laid out like this for each CTA (or tile, with prefetched tails): a thread's sums of eight
 columns are 16 bytes, threads side by side; behind fp16 sums follows an fp32 scale for each thread.
 
-Not for `invariant.py`, where the split that finishes last reduces.
+The kernel in `invariant.py` reduces in the split that ends last.
 """
 
 from ..triton_imports import aggregate, gdc_wait, gl, gluon, thread_barrier

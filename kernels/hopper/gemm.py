@@ -41,7 +41,7 @@
 The formats define the bytes: each has a folder beside this one, with a decoder and its packing.
 
 Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
-M. Both were chosen by measurements (`tests/bench/kernels/int4_tuning.py`).
+M. Tile and split were chosen by measurements (`tests/bench/kernels/int4_tuning.py`).
 """
 
 import torch

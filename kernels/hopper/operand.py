@@ -28,7 +28,7 @@ def join_slices(part, SLICES: gl.constexpr):
 def e4m3_words(words, more_words, CHUNK: gl.constexpr, t):
     """wgmma's A registers in E4M3 as words, each four columns of a row: [row / 16, r, t, v, u, slice, tile].
 
-    Not yet as numbers of eight bits: LLVM takes those apart wherever a loop hands them on.
+    Numbers of eight bits are not joined yet: LLVM takes those apart wherever a loop hands them on.
     """
     if t.SLICES == 2:
         return t.DECODER.decode(words, CHUNK % 2)
@@ -52,7 +52,7 @@ def four_types():
 
 @gluon.jit
 def e4m3_operand(words, t):
-    """The result of `e4m3_words` as the A operand [BN, 16 * SLICES].
+    """Return the result of `e4m3_words` as the A operand [BN, 16 * SLICES].
 
     Four words side by side in a thread are one register of four results. So the last two dimensions of each
     of these are a register's bytes, and which of the words it is becomes the two that are joined.

@@ -419,7 +419,7 @@ def bulk_load_asm(sums_bytes, scales_bytes, full, words):
 def bulk_load(sums, scales, slot, SUMS_BYTES: gl.constexpr, SCALES_BYTES: gl.constexpr, t, smem):
     """Let lane 0 start bulk copies of partial sums into a slot's activations, and of scales into its words.
 
-    Both copies complete on the slot's full mbarrier. Other CTAs wrote the sums, hence the proxy fence.
+    The copies complete on the slot's full mbarrier. Other CTAs wrote the sums, hence the proxy fence.
     """
     gl.inline_asm_elementwise(
         bulk_load_asm(SUMS_BYTES, SCALES_BYTES, smem.FULL, smem.WORDS), "=r,l,l,r,r,r",

@@ -3,7 +3,7 @@
 Everything depends on the bucket of M and on N and K, so nothing compiles for a new M. Tiles, costs and
 thresholds were chosen by timing every candidate on one H200 in November 2026
 (`tests/bench/kernels/int4_tuning.py`, `tests/bench/results/kernels/int4_kernel_log.md`). Costs are in columns
-of K: the time of the wgmmas for that many columns. Not for batch-invariant serving: `invariant_config.py`.
+of K: the time of the wgmmas for that many columns. Batch-invariant serving uses `invariant_config.py`.
 """
 
 import itertools

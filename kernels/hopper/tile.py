@@ -1,7 +1,7 @@
 """Tile shapes of the Hopper kernels; host side.
 
-Both kernels are compiled for a `HopperTile` and a `Decoder` (`traits.py` hands them on to the device code).
-`stream_k_config.py` and `invariant_config.py` choose the tile for M, N and K.
+Stream-K and batch-invariant kernel are compiled for a `HopperTile` and a `Decoder` (`traits.py` hands them on
+to the device code). `stream_k_config.py` and `invariant_config.py` choose the tile for M, N and K.
 """
 
 from dataclasses import dataclass

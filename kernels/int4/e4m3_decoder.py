@@ -9,8 +9,8 @@ times 2^-9, which the scale makes up for. So nothing is rounded before the sums.
 
 Instructions per weight (PTX): 1.1.
 
-wgmma sums E4M3 with 14 bits. So the sums over a group alone are its, and go into a second fp32 accumulator,
-multiplied by the group's scale (two levels, as DeepGEMM).
+wgmma sums E4M3 with 14 bits. So the sums over each group go into a second fp32 accumulator, multiplied by the
+group's scale (two levels, as DeepGEMM).
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def read_scales(slot, row, TILE: gl.constexpr, t, smem):
 
 @gluon.jit
 def read_sum_scales(slot, CHUNK: gl.constexpr, t, smem):
-    """The scales of chunk `CHUNK`, which is a group, for its sums: [BN, 1]."""
+    """Return the scales of chunk `CHUNK`, which is a group, for its sums: [BN, 1]."""
     row = gl.arange(0, t.BN, gl.SliceLayout(1, t.MMA))
     words = load_shared(slot * smem.SCALE_BYTES + row * 4, smem.SCALES + CHUNK * t.BN * 4)
     return gl.expand_dims(words.to(gl.float32, bitcast=True), 1)

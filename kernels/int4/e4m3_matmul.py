@@ -7,9 +7,9 @@
 The kernel is `hopper/stream_k.py` with the decoder of `e4m3_decoder.py`: sums over a group in E4M3's 14 bits,
 times the group's scale, are added up in fp32, and multiplied by the row's scale at the end.
 
-Tile and split depend on the bucket of M and on N and K, so nothing compiles for a new M. They were chosen by
-timing candidates on an H100 (`tests/bench/results/kernels/int4_fp8_h100.txt`). Not batch-invariant, since M
-decides how K is split.
+Tile and split depend on the bucket of M and on N and K, so nothing compiles for a new M. Tiles and splits
+were chosen by timing on an H100 (`tests/bench/results/kernels/int4_fp8_h100.txt`). The product is not
+batch-invariant, since M decides how K is split.
 """
 
 from dataclasses import replace
@@ -44,13 +44,15 @@ SPLIT_COST = 4096
 
 
 def for_groups(tile: Tile, group_size: int) -> Tile:
-    """The tile with chunks of a group of 32, 64 or 128 columns, whose sums the group's scale multiplies."""
+    """Return the tile with chunks of a group of 32, 64 or 128 columns; the group's scale multiplies a chunk's
+    sums.
+    """
     return replace(tile, slices=group_size // 16)
 
 
 @lru_cache(maxsize=4096)
 def config_for(m: int, n: int, k: int, group_size: int) -> Config:
-    """The tile and the split for y [m, n] over k, in groups of 32, 64 or 128."""
+    """Return the tile and the split for y [m, n] over k, in groups of 32, 64 or 128."""
     if m <= max(BUCKETS):
         bucket = BUCKETS[next(rows for rows in BUCKETS if m <= rows)]
         whole, split = (for_groups(tile, group_size) for tile in (bucket.data_parallel, bucket.stream_k))
@@ -76,7 +78,7 @@ def matmul(
     dtype: torch.dtype,
     config: Config | None = None,
 ) -> Tensor:
-    """A new y [M, n] of `dtype`; x is aligned to 16 bytes.
+    """Return a new y [M, n] of `dtype`; x is aligned to 16 bytes.
 
     semaphores: int32 zeros, SEMAPHORES of them, for this weight alone
     config: overrides the table, for tuning

@@ -16,7 +16,7 @@ One tile. Warp w of four handles rows 16w .. 16w+15, and its lane 4r + t handles
     column in the slice                   | slice 1: m  s  | slice 0: m  s |
         = 16 v + 4 t + byte               |     3 bits  1  |     3 bits  1 |
 
-A code -8 .. 7 is m if its sign s is 0, else -1 - m. Bytes of one weight in groups of 128: 4.25 bits.
+A code -8 .. 7 is m if its sign s is 0, else -1 - m. In groups of 128 a weight takes 4.25 bits.
 """
 
 import torch
@@ -30,7 +30,7 @@ SCALED_BY = 512.0
 
 
 def pack_words(codes: Tensor) -> Tensor:
-    """Codes uint8 [N, K] of 0..15, 8 for zero, to words int32 [ceil(N/64), ceil(K/64), 512]."""
+    """Pack codes uint8 [N, K] of 0..15, 8 for zero, into words int32 [ceil(N/64), ceil(K/64), 512]."""
     n, k = codes.shape
     tiles_n, tiles_k = triton.cdiv(n, TILE), triton.cdiv(k, TILE)
     # 8 .. 15 are 0 .. 7, and 0 .. 7 are -8 .. -1: m is 7 .. 0.
@@ -43,7 +43,7 @@ def pack_words(codes: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor) -> Tensor:
-    """Numbers int8 [N, K] of -8 .. 7, N and K whole tiles; undoes `pack_words`."""
+    """Return numbers int8 [N, K] of -8 .. 7, N and K whole tiles; undoes `pack_words`."""
     tiles_n, tiles_k, _ = words.shape
     octets = words.contiguous().view(torch.uint8).view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4)
     nibbles = torch.stack((octets & 0xF, octets >> 4), dim=-1)  # tile, tile, w, r, t, v, u, byte, slice
@@ -53,7 +53,7 @@ def unpack_words(words: Tensor) -> Tensor:
 
 
 def pack_scales(scale: Tensor, group_size: int) -> Tensor:
-    """Scales [N, K/group] to scale words int32 [K/group, ceil(N/64) * 64]; groups over 128 are repeated."""
+    """Turn scales [N, K/group] into scale words int32 [K/group, ceil(N/64) * 64]; repeat groups over 128."""
     if group_size > MAX_GROUP:
         scale = scale.repeat_interleave(group_size // MAX_GROUP, 1)
     n, groups = scale.shape
@@ -65,7 +65,7 @@ def pack_scales(scale: Tensor, group_size: int) -> Tensor:
 def reference_matmul(
     x: Tensor, x_scale: Tensor, words: Tensor, scale_words: Tensor, n: int, group_size: int
 ) -> Tensor:
-    """y [M, N] of E4M3 codes x [M, K] and their scales [M], in fp64."""
+    """Compute y [M, N] of E4M3 codes x [M, K] and their scales [M], in fp64."""
     scale = scale_words.view(torch.float32).double().t() / SCALED_BY
     weight = unpack_words(words).double()[:, : scale.shape[1] * group_size]
     weight = weight * scale.repeat_interleave(group_size, 1)

@@ -14,7 +14,7 @@ __all__ = ["PLANES", "pack"]
 
 
 def pack(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes int8 [N, K] and scales [N, G] to words and scale words, for activations of `dtype`."""
+    """Pack codes int8 [N, K] and scales [N, G] into words and scale words, for activations of `dtype`."""
     group_size = codes.shape[1] // scale.shape[1]
     unsigned = codes.view(torch.uint8) ^ 0x80
     high = unsigned >> 4, scale.float() * 16, HIGH_ZERO

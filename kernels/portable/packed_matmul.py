@@ -1,6 +1,6 @@
 """Matrix product with a packed weight on GPUs from 8.0 on: y [M, N] = x [M, K] @ w.T; Triton.
 
-Not as fast on Hopper as `kernels/hopper/`, which is written for it.
+On Hopper this kernel is slower than `kernels/hopper/`, which is written for it.
 
     x            [M, K]                           bf16 or fp16, rows contiguous
     words        int32 [N/64, P*K/128, 64, 16]    tiles of 64 rows, 128 columns; the last zero-padded
@@ -9,8 +9,8 @@ Not as fast on Hopper as `kernels/hopper/`, which is written for it.
     y            [M, N]                           x's dtype
 
 Words, scale words and decoders are those of the grouped product of experts (`experts/packed.py`), so that one
-packing of the bytes serves both. With P = 2 planes a weight is the sum of two that lie one behind the other
-along K, and x is read twice: that is INT8.
+packing of the bytes serves both. With P = 2 planes a weight is the sum of two planes that lie one behind the
+other along K, and x is read twice: INT8 uses this.
 
     HBM:  words, scales ----+        +---- x
                             v        v
@@ -26,11 +26,11 @@ along K, and x is read twice: that is INT8.
           partial sums of a split, fp32, through L2; the CTA that ends last adds them in the order of K
 
 Splits of K follow from the weight's shape alone, and within a split sums run over K sixteen columns at a
-time. With few rows each split has a CTA; with many, one CTA takes all splits in that order. So M may decide
-the tile, but not the bits of a row if all tiles take mma.sync; on Hopper larger ones take wgmma. It repeats
-its bits everywhere.
+time. With few rows each split has a CTA; with many rows, one CTA takes all splits in that order. So M may
+decide the tile, but not the bits of a row if all tiles take mma.sync; on Hopper larger tiles take wgmma. The
+kernel repeats its bits on every GPU.
 
-Bytes with few rows: 4.25 bits a weight in INT4 with groups of 128. Partial sums add `8 M N splits`, in L2.
+With few rows it reads 4.25 bits a weight in INT4 with groups of 128. Partial sums add `8 M N splits` in L2.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from .tiles import MAX_SPLIT_ROWS, STEP_COLUMNS, TILE_ROWS, Tile, splits_of, til
 
 @dataclass(frozen=True)
 class PortableOperand:
-    """A packed weight [N, K] as the kernel takes it; shapes as in the file's docstring.
+    """A packed weight [N, K] as the kernel takes it; shapes are as in the file's docstring.
 
     semaphores  int32 zeros, `semaphores_of(N)` of them, for this weight alone
     planes      P
@@ -62,7 +62,7 @@ class PortableOperand:
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for, beside the decoder.
+    """Compile-time parameters of the kernel, beside the decoder.
 
     split_k: K is split; sequential: one CTA takes all splits; even_k: K is whole tiles
     evict: Triton's policy for words; asm: the decoder may use PTX
@@ -83,7 +83,7 @@ def _sum_tiles(
     x_at, words_at, scales_at, in_x, begin, end, K, rows, plane_tiles, DECODER: tl.constexpr, FORM:
     tl.constexpr
 ):  # fmt: skip
-    """fp32 [bn, bm] over the tiles begin .. end along K."""
+    """Return sums fp32 [bn, bm] over the tiles begin .. end along K."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     SCALE_ROWS: tl.constexpr = DECODER.scale_rows
@@ -125,7 +125,7 @@ def portable_kernel(
     x, words, scale_words, factor, y, partials, semaphores, M, N, K, rows, k_tiles, plane_tiles, tiles_m,
     splits, DECODER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of y, all of one run of weights together; times splits if these have CTAs of their own.
+    """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA.
 
     rows: N padded to whole tiles of 64; k_tiles: tiles of words along K, plane_tiles of each plane
     """
@@ -167,7 +167,7 @@ def portable_kernel(
 
 
 def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None) -> Tensor:
-    """A new y [M, n]; x is contiguous. `tile` overrides the table, for tuning."""
+    """Return a new y [M, n]; x is contiguous. `tile` overrides the table, for tuning."""
     m, k = x.shape
     rows, k_tiles = weight.words.shape[0] * TILE_ROWS, weight.words.shape[1]
     plane_tiles = k_tiles // weight.planes

@@ -1,10 +1,10 @@
 """Tiles and splits of the portable packed product: by rows of x, and by the weight's shape.
 
-As tuned for Qwen3-8B's shapes in INT4 on an H200 that runs code for 8.0, by translation
+Tiles were tuned for Qwen3-8B's shapes in INT4 on an H200 that runs code for 8.0, by translation
 (`tests/bench/kernels/portable_tiles.py`); nothing was timed on an older GPU. A step of the loop brings 128
-columns into shared memory, `64 bn` bytes of words and `256 bm` bytes of x. Triton keeps `stages - 1` steps
-there, since a step's numbers are in registers when the next is asked for. All tiles fit into the 99 KB of
-8.6, 8.9 and 12.x, twice.
+columns into shared memory, `64 bn` bytes of words and `256 bm` bytes of x. Triton keeps `stages - 1` steps in
+shared memory, since a step's numbers are in registers when the next step is asked for. All tiles fit into the
+99 KB of 8.6, 8.9 and 12.x, twice.
 
     rows of x    bm   bn   warps   parts   KB in flight
            8      8   64       2       2   18
@@ -13,8 +13,8 @@ there, since a step's numbers are in registers when the next is asked for. All t
           64     64   64       4       2   40
     and more     64  128       4       4   48
 
-A warp has 16 or 32 rows of the weight and all rows of x: so no two decode the same weights. A tile is decoded
-in parts, each multiplied before the next: as a whole it takes 128 registers beside 64 sums.
+A warp has 16 or 32 rows of the weight and all rows of x, so no two warps decode the same weights. A tile is
+decoded in parts, each multiplied before the next part: a whole tile takes 128 registers beside 64 sums.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ IN_TURNS = Tile(64, 128, 3, 4, 2)
 
 
 def tile_for(m: int, sequential: bool) -> Tile:
-    """The tile for m rows of x; sequential: one CTA takes all splits of K."""
+    """Return the tile for m rows of x; sequential: one CTA takes all splits of K."""
     if sequential:
         return IN_TURNS
     return next((tile for tile in TILES if m <= tile.bm), MORE_ROWS)
@@ -64,11 +64,11 @@ def tile_for(m: int, sequential: bool) -> Tile:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, steps: int) -> int:
-    """The number of splits of K, of so many steps: by the weight's shape alone, so that a row fills a GPU."""
+    """Return the splits of K, of so many steps: by the weight's shape alone, so that a row fills a GPU."""
     return max(1, min(MAX_SPLITS, steps // MIN_STEPS, SLOTS // triton.cdiv(n, TILE_ROWS)))
 
 
 def semaphores_of(n: int) -> int:
-    """int32 zeros that a weight of n rows needs; every product resets them to zero."""
+    """Return int32 zeros that a weight of n rows needs; every product resets them to zero."""
     more = triton.cdiv(n, MORE_ROWS.bn) * triton.cdiv(MAX_SPLIT_ROWS, MORE_ROWS.bm)
     return max(more, triton.cdiv(n, TILE_ROWS))

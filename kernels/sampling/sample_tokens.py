@@ -1,7 +1,7 @@
 """Token sampling (temperature, top-k, top-p, min-p) with settings of each row's own; Triton, for CUDA graphs.
 
-It draws as the engine's `sampling/sampler.py`, which uses torch on a CPU, in one launch for any settings.
-Settings are read from the memory of each request, so a captured graph draws for any mixture of settings.
+One launch draws for any settings as the engine's `sampling/sampler.py`, which uses torch on a CPU. Settings
+are read from the memory of each request, so a captured graph draws for any mixture of settings.
 
     logits       [B, V]         bf16, fp16 or fp32
     rows         int64 [B]      whose settings apply, 0 .. R - 1

@@ -3,8 +3,9 @@
 There is one file in this folder for each format; `all_formats.py` registers the formats. This file has the
 contract, and the slicing and merging of weights, which are the same for every format.
 
-A format is two dataclasses. Its *spec* (`Int4(group_size=128)`) is hashable and holds the parameters that a
-recipe may set. Its *weight* holds the tensors of one linear layer; `dequantize()` defines what they mean.
+A format is two dataclasses. A format's *spec* (`Int4(group_size=128)`) is hashable and holds the parameters
+that a recipe may set. A format's *weight* holds the tensors of one linear layer; `dequantize()` defines what
+the tensors mean.
 """
 
 from abc import ABC, abstractmethod

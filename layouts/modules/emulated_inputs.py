@@ -1,7 +1,8 @@
 """Which products of a model emulate their format: inputs are rounded to the format, and multiplied in 16 or
 32 bits.
 
-An emulated product has the format's results. Its speed is not that of hardware that multiplies the format.
+An emulated product has the format's results. An emulated product's speed is not that of hardware that
+multiplies the format.
 """
 
 from collections import Counter

@@ -3,7 +3,7 @@
     fp8_scaled            our kernel (`kernels/fp8/matmul.py`) with few rows, torch's with many
     fp8_scaled_invariant  our kernel alone: sums have one order at any number of rows
 
-The bytes are the checkpoint's own. Not for the CPU, which emulates FP8 (`emulated.py`).
+The bytes are the checkpoint's own. The CPU emulates FP8 instead (`emulated.py`).
 """
 
 from collections.abc import Sequence
@@ -78,16 +78,17 @@ class FP8Scaled:
 
 
 def _suits_scaled_mm(x: Tensor, codes: Tensor) -> bool:
-    """x [M, K], codes [N, K]."""
+    """Multiply x [M, K] by codes [N, K]."""
     if x.shape[0] < SCALED_MM_FROM or x.dtype != torch.bfloat16:
         return False
     return all(size % SCALED_MM_MULTIPLE == 0 for size in codes.shape)
 
 
 def _blocks_of(scale: Tensor) -> Tensor | None:
-    """fp32 [N/128, K/128] of a scale [K/128, N] for torch's product; None where blocks are not of 128 rows.
+    """Return fp32 [N/128, K/128] of a scale [K/128, N] for torch's product; None if blocks are not of 128
+    rows.
 
-    Rows of a merged weight begin anywhere; torch asks for a multiple of four blocks along K.
+    Rows of a merged weight begin anywhere, and torch asks for a multiple of four blocks along K.
     """
     groups, n = scale.shape
     if groups == 1 or groups % 4 or n % BLOCK:

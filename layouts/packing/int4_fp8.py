@@ -1,8 +1,8 @@
 """INT4 with FP8 activations (W4A8) on Hopper: inputs rounded token by token, weights decoded to E4M3.
 
 Codes are numbers of E4M3 as they are, and group scales multiply sums: nothing is rounded but the inputs, as
-the format says, sums of 128 products at most, which Hopper sums with 14 bits, and y. Not for other GPUs,
-which emulate the format (`emulated.py`).
+the format says, sums of 128 products at most, which Hopper sums with 14 bits, and y. Other GPUs emulate the
+format (`emulated.py`).
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Our own layouts for GPUs from compute capability 8.0 on: INT4, INT8 and NVFP4 by one Triton kernel.
 
-The bytes are those of experts (`grouped_experts.py`); the kernel is `kernels/portable/packed_matmul.py`. Its
-sums have one order at any number of rows, so one layout serves every mode of batch invariance, except where
-Triton takes another matrix instruction for larger tiles, which adds up otherwise. Not for the CPU.
+The bytes are those of experts (`grouped_experts.py`); the kernel is `kernels/portable/packed_matmul.py`. The
+kernel's sums have one order at any number of rows, so one layout serves every mode of batch invariance,
+except where Triton takes another matrix instruction for larger tiles, which adds up otherwise. Not for the
+CPU.
 """
 
 from collections.abc import Mapping
@@ -46,12 +47,12 @@ class Packing(Protocol):
 
     @property
     def kernel_prefix(self) -> str:
-        """The name of its decoder."""
+        """The name of the format's decoder."""
         ...
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of activations that its decoder supports."""
+        """Dtypes of activations that the format's decoder supports."""
         ...
 
     @property
@@ -60,18 +61,18 @@ class Packing(Protocol):
         ...
 
     def refuses(self, problem: Problem) -> str | None:
-        """None if the format's parameters are served, otherwise the reason in a few words."""
+        """Return None if the format's parameters are served, otherwise the reason in a few words."""
         ...
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[Mapping[str, Tensor], Mapping[str, int]]:
-        """The tensors `words`, `scale_words` and maybe `factor`, and the decoder's attributes."""
+        """Return the tensors `words`, `scale_words` and maybe `factor`, and the decoder's attributes."""
         ...
 
     def decoder(self, packed: PackedWeight) -> ExpertsDecoder: ...
 
 
 class PortableLayout:
-    """The portable kernel on one format's packed bytes."""
+    """Multiplies by the portable kernel on one format's packed bytes."""
 
     run_on = ((9, 0),)
     translated_for = ((8, 0), (8, 9))

@@ -6,7 +6,7 @@ read them. Not for the CPU.
     swap_ab            fastest: how K is split depends on the number of rows of x
     swap_ab_invariant  batch-invariant: a row's bits do not depend on the other rows
 
-Both layouts run on Hopper alone (`hopper.py`).
+The two layouts run on Hopper alone (`hopper.py`).
 """
 
 import torch

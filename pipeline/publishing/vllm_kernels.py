@@ -1,7 +1,7 @@
 """Whether vLLM has kernels for a quantized checkpoint, on a CPU and on an NVIDIA GPU.
 
-Decided from headers, by the rules of vLLM 0.32 (`model_executor/kernels/linear/`). Only linear layers are
-looked at; for INT4 experts its kernel needs a CPU with AMX.
+The answer follows from headers, by the rules of vLLM 0.32 (`model_executor/kernels/linear/`). Only linear
+layers are looked at; for INT4 experts vLLM's kernel needs a CPU with AMX.
 """
 
 import torch
@@ -25,7 +25,7 @@ Exllama does, of float16 without zero points."""
 
 
 def unread_by_vllm(checkpoint: Checkpoint) -> dict[str, str]:
-    """The devices on which vLLM has no kernel for one of the linear layers, each with the reason."""
+    """Return the devices on which vLLM has no kernel for one of the linear layers, each with the reason."""
     if (checkpoint.quantization_config or {}).get("quant_method") not in (COMPRESSED_TENSORS, MODELOPT):
         return {}
     unread: dict[str, str] = {}

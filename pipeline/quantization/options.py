@@ -46,9 +46,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """How large an artifact may be, or how far from its source. Both limits choose a format for each
-    layer.
-    """
+    """How large an artifact may be, or how far from its source. Either chooses formats by layer."""
 
     target_bits: float | None = option(
         None, "Mix INT4 and INT8 per layer to average BITS per weight.", metavar="BITS", above=0

@@ -112,8 +112,8 @@ def with_recorded_contexts(
 
 def _with_chunks(options: EngineOptions, workload: WorkloadSettings, longest: int | None) -> EngineOptions:
     """Return options with prefill chunks large enough that, for long prompts, prefill of all M requests ends
-    within a quarter of an answer's steps. Otherwise the first requests end before the last begin to decode,
-    and M requests never decode together.
+    within a quarter of an answer's steps. With smaller chunks the first requests end before the last begin to
+    decode, and M requests never decode together.
 
     Raise UserError if the largest chunks are not enough for half of the requests.
 

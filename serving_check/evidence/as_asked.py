@@ -1,6 +1,6 @@
 """Whether each answer of a load as in use is what its request asked for: its prompt, length, end and text.
 
-Not for how likely its tokens are, which takes the models' logits.
+How likely an answer's tokens are takes the models' logits, and is judged elsewhere.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ SHOWN = 3
 
 
 def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...]:
-    """For each wrong answer, its kind and its error.
+    """Yield, for each wrong answer, its kind and its error.
 
     Requests that failed, or whose client went away, are left out.
     """
@@ -49,7 +49,7 @@ def not_as_asked(result: OpenLoopResult, tokenizer: TokenText) -> tuple[str, ...
 
 
 def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
-    """For each sampled answer with an earlier answer's prompt and seed: whether both begin alike."""
+    """Return, for each sampled answer with an earlier answer's prompt and seed, whether both begin alike."""
     first: dict[tuple[object, ...], Sequence[int] | str] = {}
     kept = []
     for planned, record in zip(result.requests, result.records, strict=True):
@@ -64,7 +64,7 @@ def seeds_kept(result: OpenLoopResult) -> tuple[bool, ...]:
 
 
 def _of_head(record: RequestRecord, answer: Answer, model: str | None) -> Iterator[str]:
-    """Checks a response in ways that do not depend on the kind of request.
+    """Check a response in ways that do not depend on the kind of request.
 
     model: the model's name in the request
     """
@@ -79,7 +79,7 @@ def _of_head(record: RequestRecord, answer: Answer, model: str | None) -> Iterat
 
 
 def _of_envelope(planned: PlannedRequest, envelope: Envelope) -> Iterator[str]:
-    """Checks what an answer says beside its text; what all answers say together is checked elsewhere."""
+    """Check what an answer says beside its text; what all answers say together is checked elsewhere."""
     if len(envelope.ids) != 1 or not envelope.ids[0]:
         yield f"id: one answer has {_told(envelope.ids)}"
     of_chat = "chat.completion.chunk" if planned.is_streamed else "chat.completion"
@@ -109,7 +109,7 @@ def _envelopes(result: OpenLoopResult) -> list[tuple[RequestRecord, Envelope]]:
 
 
 def _ids_told_twice(result: OpenLoopResult) -> Iterator[str]:
-    """One for each id that several answers have."""
+    """Yield one error for each id that several answers have."""
     told = Counter(id for _, envelope in _envelopes(result) for id in envelope.ids if id)
     for count in told.values():
         if count > 1:
@@ -117,9 +117,9 @@ def _ids_told_twice(result: OpenLoopResult) -> Iterator[str]:
 
 
 def _created_off(result: OpenLoopResult) -> Iterator[str]:
-    """Whether answers were made when they say, by the server's own clock.
+    """Say whether answers were made when they say, by the server's own clock.
 
-    That clock may differ from ours, but by the same at each answer. Whole seconds are rounded down.
+    The server's clock may differ from ours, but by the same at each answer. Whole seconds are rounded down.
     """
     times = [
         (created, record.start, record.start + record.e2el)
@@ -165,7 +165,7 @@ def _problems(
 
 
 def _of_choices(planned: PlannedRequest, record: RequestRecord, tokenizer: TokenText) -> Iterator[str]:
-    """Of several answers to one request."""
+    """Check several answers to one request."""
     assert record.answer is not None
     answers = (record.answer, *record.other_choices)
     yield from _of_prompt(planned, record, record.answer)
@@ -184,7 +184,7 @@ def _of_choices(planned: PlannedRequest, record: RequestRecord, tokenizer: Token
 
 
 def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
-    """The tokens of the text: all except the end-of-sequence token; None if the server does not report
+    """Return the tokens of the text: all except the end-of-sequence token; None if the server does not report
     them.
     """
     if answer.token_ids is None:
@@ -194,7 +194,7 @@ def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
 
 
 def _is_text_of(written: str, text: str) -> bool:
-    """Whether `text` was streamed of the tokens that `written` was decoded from at once.
+    """Say whether `text` was streamed of the tokens that `written` was decoded from at once.
 
     If more text follows a broken character, only the text before it is compared: each server resumes a stream
     in its own way, and some complete a character that the prompt has begun.
@@ -256,7 +256,7 @@ def _of_logprobs(record: RequestRecord, answer: Answer) -> Iterator[str]:
 
 
 def _of_alternatives(logprobs: Sequence[float | None], alternatives: Sequence[Alternatives]) -> Iterator[str]:
-    """Of greedy tokens, each of which is among the most likely ones."""
+    """Check greedy tokens, each of which is among the most likely tokens."""
     enough = sum(len(told.logprobs) >= LOGPROBS for told in alternatives)
     # Those whose texts are equal are told as one.
     if enough < LEAST_WITH_ALTERNATIVES * len(logprobs):

@@ -1,8 +1,8 @@
 """Chooses the answers of a load as in use that are compared with logits computed in process, and records
 their conditions.
 
-Each answer costs forward passes, so few are chosen, spread over contexts, Ms, neighbours and kinds. Not for
-scoring them: that is `pipeline/validation/in_process.py`.
+Each answer costs forward passes, so few are chosen, spread over contexts, Ms, neighbours and kinds.
+`pipeline/validation/in_process.py` scores the answers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -72,7 +72,7 @@ class ServedInUse:
 
 
 def answers_to_score(results: Sequence[OpenLoopResult], tokenizer: TokenText) -> tuple[ServedInUse, ...]:
-    """Some greedy answers of all kinds, then sampled ones; the same results give the same choice.
+    """Return some greedy answers of all kinds, then sampled ones; the same results give the same choice.
 
     results: the results of the artifact's server, in the order of time
 

@@ -14,9 +14,9 @@ The two errors are guarded separately:
 - wrongly passing: every M has to pass, so the worst M alone bounds the chance (an intersection-union test,
   Berger 1982).
 
-Either error is spent over a few looks, half of it on the last look. No assumption on how looks depend on each
-other is needed for that, so stopping as soon as an M is decided stays honest. The resulting error rates are
-in `tests/bench/results/gate/operating_characteristic.json`.
+Each of the two errors is spent over a few looks, half of it on the last look. No assumption on how looks
+depend on each other is needed for that, so stopping as soon as an M is decided stays honest. The resulting
+error rates are in `tests/bench/results/gate/operating_characteristic.json`.
 
 If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. Only
 effects of the machine outlast a restart. Effects on both sides alike do not correlate groups: even in a

@@ -1,7 +1,7 @@
 """The content of one answer, read from its events after the clock has stopped: its text, and its tokens if
 the server reports them. An answer that was not streamed is one event.
 
-Not for timing: the generator notes when each event arrived, and parses no event while it measures.
+The generator does the timing: it notes when each event arrived, and parses no event while it measures.
 """
 
 import json
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Alternatives:
-    """The most likely tokens in the place of one, as the server told them."""
+    """The most likely tokens in the place of one token, as the server told them."""
 
     chosen: str | None
     """The text of the chosen token; None if the server does not tell it."""
@@ -44,7 +44,7 @@ class Answer:
 
 
 def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
-    """The choice with that index of every `data: {...}` event, joined; other events are left out."""
+    """Return the choice with that index of every `data: {...}` event, joined; other events are left out."""
     texts: list[str] = []
     token_ids: array[int] | None = None
     finish_reason: str | None = None
@@ -94,7 +94,7 @@ def _of_chat(token: dict[str, Any]) -> Alternatives:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What an answer says beside the text of its choices: of each field, all different values."""
+    """Return what an answer says beside the text of its choices: of each field, all different values."""
 
     ids: tuple[str | None, ...]
     objects: tuple[str | None, ...]
@@ -107,7 +107,7 @@ class Envelope:
 
 
 def read_envelope(events: Iterable[bytes]) -> Envelope:
-    """The fields of all `data: {...}` events; events that are no JSON object are left out."""
+    """Yield the fields of all `data: {...}` events; events that are no JSON object are left out."""
     ids: dict[str | None, None] = {}
     objects: dict[str | None, None] = {}
     created: dict[int | None, None] = {}
@@ -136,7 +136,7 @@ def _of_type(kind: type[T], value: object) -> T | None:
 
 
 def _choices(events: Iterable[bytes], index: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every event that has this choice, and the choice."""
+    """Yield every event that has this choice, and the choice."""
     for event in events:
         try:
             parsed = json.loads(event.partition(b"data:")[2])

@@ -1,6 +1,6 @@
-"""Sends one request, reads its answer and times it; both loops send with it, closed and open.
+"""Sends one request, reads its answer and times it; both loops send with this module, closed and open.
 
-It shares the machine with the measured server, so it reads bytes and parses almost no JSON.
+The client shares the machine with the measured server, so it reads bytes and parses almost no JSON.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class TimedRequest:
 def streamed_body(
     endpoint: Endpoint, prompt: Body, output_len: int, temperature: float, keeps_answer: bool
 ) -> Body:
-    """The JSON of a request for `output_len` tokens.
+    """Return the JSON of a request for `output_len` tokens.
 
     prompt: the fields with the prompt. keeps_answer: whether to ask for token ids, if the server reports them
     """
@@ -73,7 +73,7 @@ def streamed_body(
 async def send_request(
     session: aiohttp.ClientSession, request: TimedRequest, origin: float
 ) -> tuple[RequestRecord, list[bytes]]:
-    """Send one request and read its answer to the end; returns its record, and the events with a choice or
+    """Send one request and read its answer to the end; return its record, and the events with a choice or
     usage if they are kept.
     """
     sent = time.perf_counter()
@@ -115,7 +115,7 @@ async def send_request(
 
 
 async def read_metrics(session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, float]:
-    """`/metrics`, or nothing if the server has none: an engine can be measured without it."""
+    """Return `/metrics`, or nothing if the server has none: an engine can be measured without it."""
     try:
         async with session.get(endpoint.base_url + "/metrics") as response:
             return parse_metrics(await response.text()) if response.status == 200 else {}
@@ -129,7 +129,7 @@ async def _read_stream(
     """Note the time of every event with a choice, the first of several; return the usage, and an error if
     there was one.
 
-    kept: gets those events, and those with usage, if the request keeps them
+    kept: gets the events with a choice or usage, if the request keeps them
     """
     usage: dict[str, int] = {}
     pending = b""
@@ -166,7 +166,7 @@ def _usage_of(body: bytes) -> tuple[dict[str, int], str | None]:
 
 
 def _message(body: bytes) -> str:
-    """The message of an OpenAI-shaped error, or the beginning of any other answer."""
+    """Return the message of an OpenAI-shaped error, or the beginning of any other answer."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

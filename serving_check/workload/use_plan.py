@@ -1,6 +1,6 @@
 """The requests of a load as in use: arrival times, settings and prompts.
 
-Not for sending them: `open_loop.py`.
+`open_loop.py` sends the requests.
 """
 
 import itertools
@@ -165,7 +165,7 @@ class PlannedRequest:
 
     @property
     def may_end_early(self) -> bool:
-        """Whether its answer may have fewer tokens than `output_len`."""
+        """Say whether the request's answer may have fewer tokens than `output_len`."""
         return self.kind in ("stop", "end", "aborted")
 
 
@@ -217,10 +217,10 @@ def plan_requests(
     answered: Sequence[tuple[Sequence[int], str]] = (),
     conversations: Conversations | None = None,
 ) -> list[PlannedRequest]:
-    """The requests of one block, by arrival; the same ones for the same arguments.
+    """Return the requests of one block, by arrival; the same arguments give the same requests.
 
-    At least two requests of each possible kind, however few arrive: one of them is not streamed. Lengths of
-    prompts and answers are log-uniform; one prompt is as long as can be paid.
+    The block has at least two requests of each possible kind, however few arrive: one of the two is not
+    streamed. Lengths of prompts and answers are log-uniform; one prompt is as long as the budget allows.
 
     text: token ids that prompts are cut from
     answered: prompts with the greedy answers that the artifact's server gave; stop strings are cut from these
@@ -276,7 +276,7 @@ def fewest_requests(kinds: Collection[Kind]) -> int:
 
 
 def stop_string(answer: str) -> str | None:
-    """A few characters from the middle of an answer; None if they would not be found for certain."""
+    """Return a few characters from the middle of an answer; None if they would not be found for certain."""
     middle = len(answer) // 2
     stop = answer[middle : middle + STOP_CHARACTERS]
     broken = REPLACEMENT in stop
@@ -284,7 +284,7 @@ def stop_string(answer: str) -> str | None:
 
 
 def _kinds(shape: UseShape, has_stops: bool, conversations: Conversations | None) -> frozenset[Kind]:
-    """The kinds that can be requested."""
+    """Return the kinds that can be requested."""
     missing: set[Kind] = set()
     if not has_stops:
         missing.add("stop")
@@ -297,7 +297,7 @@ def _kinds(shape: UseShape, has_stops: bool, conversations: Conversations | None
 
 
 def _has_room(shape: UseShape, conversations: Conversations) -> bool:
-    """Whether a short conversation of any roles and an answer fit in the context."""
+    """Say whether a short conversation of any roles and an answer fit in the context."""
     return all(
         _overhead(conversations, roles) + len(roles) * LEAST_MESSAGE * MOST_AGAIN <= _most(shape)
         for roles in conversations.turns
@@ -305,14 +305,14 @@ def _has_room(shape: UseShape, conversations: Conversations) -> bool:
 
 
 def _most(shape: UseShape) -> int:
-    """The most tokens of a prompt that leaves room for an answer in the context."""
+    """Return the most tokens of a prompt that leaves room for an answer in the context."""
     return shape.context - LEAST_ANSWER - SPARE
 
 
 def _arrivals(generator: random.Random, shape: UseShape, least: int) -> list[float]:
-    """When requests arrive, in order: `least` of them or more.
+    """Return when requests arrive, in order: `least` of them or more.
 
-    If all prompts cannot be paid at their shortest, times are left out at random.
+    If the budget does not allow all prompts at their shortest, times are left out at random.
     """
     times = poisson_times(generator, shape.seconds, shape.first_rate, shape.last_rate, least)
     most = max(least, int(shape.prompt_tokens * (1 - LONGEST_SHARE)) // LEAST_PROMPT)
@@ -364,7 +364,7 @@ def _with_unstreamed(
 
 
 def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, int]:
-    """The number of requests of each kind."""
+    """Return the number of requests of each kind."""
     rare = max(1, round(RARE_SHARE * requests))
     counts: dict[Kind, int] = {
         kind: 0 if kind not in kinds else rare if kind == "aborted" else rare + 1 for kind in RARE
@@ -377,7 +377,7 @@ def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, 
 
 
 def _longest(shape: UseShape, most: int) -> int:
-    """The number of tokens of the longest prompt that the budget allows, at most `most`."""
+    """Return the number of tokens of the longest prompt that the budget allows, at most `most`."""
     affordable = max(LEAST_PROMPT, int(shape.prompt_tokens * LONGEST_SHARE))
     return min(shape.longest_prompt, affordable, max(LEAST_PROMPT, shape.context - LEAST_LONG_ANSWER), most)
 
@@ -390,8 +390,8 @@ def _completions(
     budget: int,
     long_prompt: int,
 ) -> list[PlannedRequest]:
-    """All requests but chats and those with a stop string; the first has the longest prompt, and a longer
-    answer.
+    """Return all requests but chats and those with a stop string; the first has the longest prompt, and a
+    longer answer.
 
     long_prompt: tokens of the longest prompt that do not count towards the budget
     """
@@ -418,7 +418,7 @@ def _completions(
 
 
 def _with_a_prefix(generator: random.Random, slices: Slices, length: int) -> list[list[int]]:
-    """Prompts of `length` tokens that share at least half of their tokens as a prefix."""
+    """Return prompts of `length` tokens that share at least half of their tokens as a prefix."""
     shared = generator.randint((length + 1) // 2, length - 1)
     first = slices.cut(length)
     others = [first[:shared] + slices.any(length - shared) for _ in range(SHARING - 1)]
@@ -428,7 +428,7 @@ def _with_a_prefix(generator: random.Random, slices: Slices, length: int) -> lis
 def _chat(
     generator: random.Random, slices: Slices, conversations: Conversations, length: int, most: int
 ) -> PlannedRequest:
-    """A chat whose prompt has about `length` tokens, never more than `most`."""
+    """Return a chat whose prompt has about `length` tokens, never more than `most`."""
     roles = generator.choice(conversations.turns)
     each = (length - _overhead(conversations, roles)) // len(roles)
     while True:
@@ -442,7 +442,7 @@ def _chat(
 
 
 def _overhead(conversations: Conversations, roles: Sequence[str]) -> int:
-    """The number of tokens that a chat template adds to the contents."""
+    """Return the number of tokens that a chat template adds to the contents."""
     return len(conversations.encode([(role, ".") for role in roles]))
 
 
@@ -451,9 +451,9 @@ def _completion(kind: Kind, prompt: Sequence[int]) -> PlannedRequest:
 
 
 def _with_seeds_again(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """The shortest sampled prompt three times: with one seed at the beginning and at the end, beside the
-    fewest requests and beside the most, and in between with another seed. Not if there are fewer sampled
-    completions; chats are left out."""
+    """Repeat the shortest sampled prompt three times: with one seed at the beginning and at the end, beside
+    the fewest requests and beside the most, and in between with another seed. Nothing is repeated if there
+    are fewer sampled completions; chats are left out."""
     sampled = [
         index for index, request in enumerate(requests) if request.kind == "sampled" and not request.messages
     ]
@@ -475,8 +475,8 @@ def _with_answer(
     shape: UseShape,
     temperatures: Mapping[Kind, Iterator[float]],
 ) -> PlannedRequest:
-    """The request with the settings of its kind. Its answer has `answer` tokens, or as many as the request
-    already has if they are more and the context holds them."""
+    """Return the request with the settings of its kind. The request's answer has `answer` tokens, or as many
+    as the request already has if they are more and the context holds them."""
     room = shape.context - len(request.prompt)
     tokens = min(max(answer, request.output_len), room)
     if request.kind == "sampled":

@@ -26,7 +26,7 @@ MOST_SPLITS, LARGEST_BLOCK, LEAST_COLUMNS = 4, 256, 256
 class GemLite:
     """Serves bfloat16 and float16, integer and fractional zeros, and more than one group a row.
 
-    K must be a multiple of the columns that any kernel of gemlite's handles in one iteration. Otherwise a
+    K must be a multiple of the columns that any kernel of gemlite's handles in one iteration. Otherwise, a
     kernel that splits K reads scales past their end in its last iteration and multiplies them by zeros; the
     result is NaN if the memory there holds no finite number.
     """

@@ -2,8 +2,9 @@
 
 With s = e4m3 · global, the best codes of a group x are the nearest ones to x/s, so its error is a function of
 its scale alone, and the search tries scales: from two E4M3 codes below the one that makes the largest weight
-6 to six above it. That includes the scale that makes the largest weight 4 ("four over six": if the largest is
-4, the codes are closer together). On trained weights, other scales change no digit of a model's error.
+6 to six above it. The scales that are tried include the one that makes the largest weight 4 ("four over six":
+if the largest is 4, the codes are closer together). On trained weights, other scales change no digit of a
+model's error.
 
 The global scale is a power of two. E4M3 is a floating-point grid and as fine under any global scale; under a
 power of two each product of code, scale and global scale is exact in bf16 and fp32, and so are the reciprocal

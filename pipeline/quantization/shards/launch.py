@@ -1,7 +1,7 @@
 """Starts a quantize job as one process a device, as torchrun would, and ends all when one has failed.
 
 The processes find one another through torchrun's environment (`ranks.py`); this process holds their store, so
-none of them outlives it. For several machines there is torchrun itself.
+none of them outlives it. Several machines need torchrun itself.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Applies the Triton settings of torch's compiler before the first kernel is compiled.
 
 Inductor sets the paths of torch's ptxas and libdevice when it compiles, but not if it finds everything in its
-cache. Both paths are part of Triton's cache keys, so without this module a second process would compile our
+cache. Triton's cache keys include both paths, so without this module a second process would compile our
 kernels again.
 """
 

@@ -1,8 +1,8 @@
 """Logit adjustments before tokens are drawn: penalties, bias, min_tokens, grammars.
 
-The adjustments are not part of a CUDA graph. They run outside the graph, only on rows of requests that ask
-for adjustments, so that other requests pay nothing. Token counts stay on the device: with overlapped steps,
-the host does not know the last token.
+The adjustments are not part of a CUDA graph. Adjustments run outside the graph, only on rows of requests that
+ask for them, so that other requests pay nothing. Token counts stay on the device: with overlapped steps, the
+host does not know the last token.
 """
 
 from collections.abc import Sequence as Rows
