@@ -22,6 +22,7 @@ from .safetensors_file import TensorInfo
 METHOD = "bitsandbytes"
 STATE = ".quant_state.bitsandbytes__"
 BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+CODES, NESTED_CODES = 16, 256
 SCB, FORMAT = "SCB", "weight_format"
 PER_LARGEST = 1 / 127
 """bitsandbytes multiplies by the reciprocal, which rounds otherwise than a division."""
@@ -67,6 +68,14 @@ def _four_bits(
     if wrong or ("nested_absmax" in parts and not isinstance(said.get("nested_offset"), int | float)):
         missing = (*wrong, "nested_offset")[0]
         raise UserError(f"{source}: {state.name} has no {missing}; download the checkpoint again")
+    counts = {"quant_map": CODES, "absmax": -(-numbers // said["blocksize"])}
+    if "nested_absmax" in parts:
+        counts["nested_absmax"] = -(-counts["absmax"] // said["nested_blocksize"])
+        counts["nested_quant_map"] = NESTED_CODES
+    for part, count in counts.items():
+        if part not in parts or parts[part].shape != (count,):
+            found = list(parts[part].shape) if part in parts else "none"
+            raise UserError(f"{source}: {name}.{part} has to hold {count} numbers, not {found}")
     used = [codes, *parts.values(), state]
     decode = _FourBits(codes, parts, said, shape[1])
     label = f"{METHOD} {str(said.get('quant_type', '')).upper()}, blocks of {said['blocksize']}"

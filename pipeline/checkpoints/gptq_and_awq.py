@@ -40,6 +40,7 @@ def decoded_gptq(
             module = _Module.of(source, tensors, name.removesuffix(QWEIGHT))
             bits, n = module.bits(source), qweight.shape[1]
             k = qweight.shape[0] * WORD // bits
+            module.refuse_groups(source, k, n)
             made[name] = module.made(n, k, _GPTQDecoder(module, bits, offset, k), f"GPTQ, {bits} bits")
     return made
 
@@ -54,6 +55,7 @@ def decoded_awq(
         if name.endswith(QWEIGHT):
             module = _Module.of(source, tensors, name.removesuffix(QWEIGHT))
             k, n = qweight.shape[0], qweight.shape[1] * len(AWQ_PLACES)
+            module.refuse_groups(source, k, n)
             made[name] = module.made(n, k, _AWQDecoder(module, k), "AWQ, 4 bits")
     return made
 
@@ -103,6 +105,11 @@ class _Module:
         if qweight.dtype != torch.int32 or qzeros.dtype != torch.int32:
             dtype = str(qweight.dtype).removeprefix("torch.")
             raise UserError(f"{source}: {name}{QWEIGHT} has dtype {dtype}; Scalegate reads codes in int32")
+        if qzeros.shape[0] != scales.shape[0]:
+            raise UserError(
+                f"{source}: {name} has zero points of {qzeros.shape[0]} groups and scales of "
+                f"{scales.shape[0]}; download or copy the checkpoint again"
+            )
         return cls(name, qweight, qzeros, scales, tensors.get(f"{name}.g_idx"))
 
     def bits(self, source: str) -> int:
@@ -123,11 +130,24 @@ class _Module:
         weight = decoded(f"{self.name}.weight", parts, self.scales.dtype, (n, k), decode, label)
         return weight, tuple(part.name for part in parts)
 
+    def refuse_groups(self, source: str, k: int, n: int) -> None:
+        """Raise UserError if scales, or groups that are not stored, do not fit codes of [K, N]."""
+        groups, columns = self.scales.shape
+        if columns != n or (self.g_idx is None and k % groups) or (self.g_idx and self.g_idx.shape != (k,)):
+            raise UserError(
+                f"{source}: {self.name} has scales {list(self.scales.shape)}, which do not fit K = {k} and "
+                f"N = {n}; download or copy the checkpoint again"
+            )
+
     def groups(self, k: int) -> Tensor:
-        """Return int64 [K]: the group that each input belongs to."""
-        if self.g_idx is not None:
-            return self.g_idx.read().long()
-        return torch.arange(k) // -(-k // self.scales.shape[0])
+        """Return the group that each input belongs to, int64 [K]."""
+        count = self.scales.shape[0]
+        if self.g_idx is None:
+            return torch.arange(k) // (k // count)
+        groups = self.g_idx.read().long()
+        if int(groups.amin()) < 0 or int(groups.amax()) >= count:
+            raise UserError(f"{self.g_idx.name} names groups beyond the {count} that have scales")
+        return groups
 
 
 @dataclass(frozen=True)

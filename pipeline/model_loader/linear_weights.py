@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
+from transformers.core_model_loading import Concatenate, ConversionOps, Interleave, MergeModulelist, Transpose
 
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
@@ -132,6 +132,10 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
         missing = _missing(model, mapped.assignments)
         if missing:
             advice = f"nor has the checkpoint {missing[0]}, which it needs; {_why_unlike(checkpoint, names)}"
+        elif all(name.endswith(".bias") for name in mapped.unexpected):
+            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in mapped.unexpected)
+            patterns = ", ".join(f"'{kind}'" for kind in kinds)
+            advice = f"if they are zeros, as AutoGPTQ wrote them, give a recipe `leave_out: [{patterns}]`"
         elif roots is not None:
             patterns = ", ".join(f"'{root}.*'" for root in roots)
             advice = f"a recipe with `leave_out: [{patterns}]` makes an artifact without it"
@@ -140,6 +144,7 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
             f"{type(model).__name__} has no place for it; {advice}"
         )
     _refuse_missing(checkpoint, model, mapped.assignments)
+    _refuse_other_counts(checkpoint, model, mapped.assignments)
     linears: dict[str, list[LinearWeight]] = {}
     others: dict[str, str] = {}
     head, decoder = model.get_output_embeddings(), _decoder_prefix(model)
@@ -231,6 +236,7 @@ def _fused_experts(
     operations = list(assignment.converter.operations) if assignment.converter else []
     transposed = _is_transposed(checkpoint, assignment, owner)
     known = len(checkpoint.tensors[name].shape) == 3 and leaf in EXPERT_PARAMETERS
+    _refuse_fused_shape(checkpoint, name, owner._parameters[leaf], operations)
     turns = any(isinstance(op, Interleave) and op.dim == 1 and not op.inverse for op in operations)
     alone = _stacked_alone(assignment, name)
     if not known or not (alone or turns or all(isinstance(op, Transpose) for op in operations)):
@@ -304,6 +310,20 @@ def _expert_place(assignment: Assignment, name: str) -> str:
     return parts[0]
 
 
+def _refuse_fused_shape(
+    checkpoint: Checkpoint, name: str, parameter: nn.Parameter | None, operations: Sequence[ConversionOps]
+) -> None:
+    """Raise UserError if a tensor of all experts does not lie as the model's, or as loading turns it."""
+    turns = [operation for operation in operations if isinstance(operation, Transpose)]
+    if parameter is None or len(turns) != len(operations):
+        return
+    expected, shape = list(parameter.shape), list(checkpoint.tensors[name].shape)
+    for turn in turns:
+        expected[turn.dim0], expected[turn.dim1] = expected[turn.dim1], expected[turn.dim0]
+    if shape != expected:
+        raise UserError(f"{checkpoint.source}: {name} has shape {shape}; config.json makes it {expected}")
+
+
 def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Module) -> bool:
     """Say whether the checkpoint's slices are [K, N]: as in the model, or since loading transposes them."""
     transposed = getattr(owner, "is_transposed", None)
@@ -363,6 +383,25 @@ def _refuse_missing(
             f"{checkpoint.source}: {missing[0]} is missing from the checkpoint, and {type(model).__name__} "
             "needs it; config.json and the weights do not belong together"
         )
+
+
+def _refuse_other_counts(
+    checkpoint: Checkpoint, model: PreTrainedModel, assignments: Sequence[Assignment]
+) -> None:
+    """Raise UserError if the checkpoint has more or fewer single experts than the model."""
+    for assignment in assignments:
+        operations = assignment.converter.operations if assignment.converter else []
+        merges = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+        owner_name, _, leaf = assignment.target.rpartition(".")
+        parameter = model.get_submodule(owner_name)._parameters.get(leaf)
+        if parameter is None or not (merges or assignment.is_stacked):
+            continue
+        for names in assignment.sources.values():
+            if len(names) != len(parameter):
+                raise UserError(
+                    f"{checkpoint.source}: the checkpoint has {len(names)} tensors like {names[0]}; by "
+                    f"config.json there are {len(parameter)} experts"
+                )
 
 
 def _missing(model: PreTrainedModel, assignments: Sequence[Assignment]) -> list[str]:

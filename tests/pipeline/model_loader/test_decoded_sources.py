@@ -1,6 +1,8 @@
 """Sources in 4 or 8 bits: each is read to the numbers that its maker's library computes."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from scalegate.tests.pipeline.source_forms import (
     gptq_tensors,
     nf4_state,
     nf4_tensors,
+    stored_as,
 )
 from scalegate.tests.pipeline.transformers_reader import assert_transformers_reads_int4_of
 from torch import Tensor
@@ -186,6 +189,51 @@ def test_a_part_that_is_absent_is_named(mxfp4_source: Source) -> None:
 @pytest.mark.exhaustive
 def test_transformers_reads_what_is_made_of_it(source: Source, tmp_path: Path) -> None:
     assert_transformers_reads_int4_of(source[0], tmp_path / "out")
+
+
+def shorter(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Return the tensors with one row or number less in each of those that end in `part`."""
+    return {name: (t[:-1] if name.endswith(part) else t) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "reason"),
+    [
+        ("GPTQ", "g_idx", r"has scales \[2, 64\], which do not fit K = 64"),
+        ("GPTQ", "qzeros", "zero points of 1 groups and scales of 2"),
+        ("AWQ", "qweight", "do not fit K = 63"),
+        ("bitsandbytes", "absmax", r"absmax has to hold 64 numbers, not \[63\]"),
+        ("bitsandbytes", "quant_map", r"quant_map has to hold 16 numbers, not \[15\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    form: str, part: str, reason: str, random_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder = stored_as(form, random_checkpoint("llama", torch.float16), tmp_path / "source")
+    path = folder / "model.safetensors"
+    save_file(shorter(load_file(path), part), path, {"format": "pt"})
+    with pytest.raises(UserError, match=reason):
+        open_checkpoint(folder)
+
+
+def test_groups_without_scales_are_refused(random_checkpoint: Any, tmp_path: Path) -> None:
+    folder = stored_as("GPTQ", random_checkpoint("llama", torch.float16), tmp_path / "source")
+    path = folder / "model.safetensors"
+    moved = {name: (t + 1 if name.endswith("g_idx") else t) for name, t in load_file(path).items()}
+    save_file(moved, path, {"format": "pt"})
+    with pytest.raises(UserError, match="g_idx names groups beyond the 2 that have scales"):
+        quantize(folder, RECIPE, tmp_path / "out", progress=False)
+
+
+def test_zero_biases_of_autogptq_may_be_left_out(random_checkpoint: Any, tmp_path: Path) -> None:
+    folder = stored_as("GPTQ", random_checkpoint("llama", torch.float16), tmp_path / "source")
+    path, module = folder / "model.safetensors", "model.layers.0.mlp.down_proj"
+    save_file(load_file(path) | {f"{module}.bias": torch.zeros(64).half()}, path, {"format": "pt"})
+    pattern = "model.layers.*.mlp.down_proj.bias"
+    with pytest.raises(UserError, match=re.escape(f"`leave_out: ['{pattern}']`")):
+        quantize(folder, RECIPE, tmp_path / "out", progress=False)
+    artifact = quantize(folder, replace(RECIPE, leave_out=(pattern,)), tmp_path / "out", progress=False)
+    assert len(artifact.quantization["modules"]) == 14
 
 
 def gpt_oss_as_published(folder: Path, **sizes: int) -> Path:

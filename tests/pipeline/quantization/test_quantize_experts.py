@@ -200,6 +200,33 @@ def test_experts_in_an_order_that_is_not_known_are_refused(tmp_path: Path) -> No
         quantize(tmp_path / "source", RECIPE, tmp_path / "out", progress=False)
 
 
+@pytest.mark.parametrize("of_one", [False, True], ids=["one less", "one more"])
+def test_another_number_of_experts_than_the_config_says_is_refused(tmp_path: Path, of_one: bool) -> None:
+    source = make(tmp_path / "source", "qwen3_moe")
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    last = [name for name in tensors if ".experts.3." in name]
+    for name in last:
+        tensors[name.replace(".3.", ".4.")] = tensors[name] if of_one else tensors.pop(name)
+    kept = {name: t.clone() for name, t in tensors.items() if of_one or ".experts.4." not in name}
+    save_file(kept, path, {"format": "pt"})
+    count = 5 if of_one else 3
+    with pytest.raises(UserError, match=f"has {count} tensors like .* there are 4 experts"):
+        quantize(source, RECIPE, tmp_path / "out", progress=False)
+
+
+def test_fused_experts_that_lie_otherwise_than_the_models_are_refused(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "qwen3_moe")
+    fuse(source)
+    path = source / "model.safetensors"
+    turned = {name: t.mT.contiguous() if t.dim() == 3 else t for name, t in load_file(path).items()}
+    save_file(turned, path, {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"down_proj has shape \[4, 32, 64\]; config.json makes it \[4, 64, 32\]"
+    ):
+        quantize(source, RECIPE, tmp_path / "out", progress=False)
+
+
 def test_a_rule_may_keep_one_expert_of_a_fused_tensor(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "qwen3_moe")
     fuse(source)
