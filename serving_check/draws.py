@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .evidence.in_use import PIT_BINS, Draws
 
+HOTTER = 2
+"""How many times as high a temperature is that of `hotter_nats`."""
 ROWS = 64
 """How many rows of logits [rows, vocab] are converted to fp64 at once: 64 rows of 152k take 78 MB, and there
 are six such tensors."""
@@ -30,7 +32,7 @@ def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: st
     drawn = torch.tensor(tokens, device=logits.device)
     parts = zip(logits.split(ROWS), drawn.split(ROWS), shares.split(ROWS), strict=True)
     figures = [_figures(rows, token, share, temperature) for rows, token, share in parts]
-    nats, entropy, variance, transform = torch.cat(figures).cpu().T
+    nats, entropy, variance, transform, hotter = torch.cat(figures).cpu().T
     # A transform that is no number counts as that of the least likely token.
     bins = (transform.nan_to_num(1.0) * PIT_BINS).long().clamp(max=PIT_BINS - 1)
     return Draws(
@@ -39,12 +41,13 @@ def draws_of(logits: Tensor, tokens: Sequence[int], temperature: float, name: st
         surprisal=(nats - entropy).sum().item(),
         variance=variance.sum().item(),
         bins=tuple(bins.bincount(minlength=PIT_BINS).tolist()),
+        hotter_nats=hotter.sum().item(),
     )
 
 
 def _figures(logits: Tensor, tokens: Tensor, shares: Tensor, temperature: float) -> Tensor:
-    """Return, in fp64 [rows, 4], each token's -log p, entropy, variance of -log p and probability integral
-    transform.
+    """Return, in fp64 [rows, 5], each token's -log p, entropy, variance of -log p, probability integral
+    transform and -log p at a higher temperature.
     """
     nats = -(logits.double() / temperature).log_softmax(-1)
     p = (-nats).exp()
@@ -57,7 +60,8 @@ def _figures(logits: Tensor, tokens: Tensor, shares: Tensor, temperature: float)
     is_earlier = torch.arange(logits.shape[-1], device=logits.device) < tokens[:, None]
     before = (p * ((nats < own) | ((nats == own) & is_earlier))).sum(-1)
     transform = before + shares * (-own[:, 0]).exp()
-    return torch.stack([own[:, 0], entropy[:, 0], variance, transform], dim=1)
+    hotter = -(logits.double() / (HOTTER * temperature)).log_softmax(-1).gather(-1, tokens[:, None])
+    return torch.stack([own[:, 0], entropy[:, 0], variance, transform, hotter[:, 0]], dim=1)
 
 
 def _random_shares(name: str, count: int) -> Tensor:

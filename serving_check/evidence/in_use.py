@@ -141,6 +141,8 @@ class Draws:
     """The sum of the variances of -log p: the variance of `surprisal` if tokens are drawn correctly."""
     bins: tuple[int, ...]
     """Number of tokens by randomized probability integral transform, in equal bins from 0 to 1."""
+    hotter_nats: float | None = None
+    """The sum of -log p of the drawn tokens at twice the temperature; null in older verdicts."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ async def further_choices_of_another_prompt(
         yield some
 
 
-@hidden("request", "sampling", "further answers to requests for several do not fit")
+@hidden("request", "sampling", "are surely not drawn from their own distributions")
 async def the_last_choice_of_another_prompt_in_chats(
     traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
 ) -> Deltas:

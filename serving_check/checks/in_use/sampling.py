@@ -25,6 +25,8 @@ SPREAD_LEVEL = 0.0008
 """The chance that sound draws fail by their spread."""
 SEEDS_LEVEL = 0.0002
 """The chance that sound draws fail by repeated answers. It is small, since real repetitions are long."""
+EACH_LEVEL = 0.0002
+"""The chance that sound draws fail by any one answer."""
 FEWEST_DRAWN = 5 * PIT_BINS
 """The least number of drawn tokens: five in each bin, as a chi-square test needs (Cochran, 1954)."""
 MOST_OF_GROUP = 6.0
@@ -46,7 +48,7 @@ def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
     """Fail if tokens are surely drawn otherwise; unknown if there are no tokens, or the server does not
     report their ids.
     """
-    level = SURPRISAL_LEVEL + SPREAD_LEVEL + SEEDS_LEVEL
+    level = SURPRISAL_LEVEL + SPREAD_LEVEL + SEEDS_LEVEL + EACH_LEVEL
     bound = f"at least as good a fit as {level:.1%} of sound servers show"
     drawn = [(answer, answer.draws) for answer in answers if answer.draws is not None]
     if not drawn:
@@ -71,6 +73,11 @@ def check_sampling(answers: Sequence[AnswerInUse]) -> CheckResult:
         problems.append(_another_source(draws, off))
     elif not spread_chance >= SPREAD_LEVEL:
         problems.append(_uneven(draws))
+    elif strange := _strange([answer for answer, _ in drawn]):
+        problems.append(
+            f"{len(strange)} of {len(drawn)} answers, such as {strange[0].beginning!r}, are surely not drawn "
+            "from their own distributions: look for answers to another prompt, or choices that are mixed up"
+        )
     status: CheckStatus = "fail" if problems else "pass"
     return CheckResult(
         name=NAME,
@@ -148,6 +155,23 @@ def _repeating(answers: Sequence[AnswerInUse]) -> tuple[int, float]:
         return 0, 1.0
     pairs = len(beside) * (len(beside) + 1) / 2
     return len(repeating), min(1.0, pairs * math.exp(-max(repeating)))
+
+
+def _strange(answers: Sequence[AnswerInUse]) -> list[AnswerInUse]:
+    """Return the answers that are far more likely at twice the temperature.
+
+    Drawn tokens are 1/a times as likely under any other distribution with a chance of a at most, since the
+    ratio of both likelihoods has mean 1 (Ville, 1939). Unlike sums of surprisals, this holds for the few
+    tokens of one answer. A wrong answer has many unlikely tokens, which are less so at twice the temperature.
+    """
+    most = math.log(len(answers) / EACH_LEVEL)
+    return [
+        answer
+        for answer in answers
+        if answer.draws is not None
+        and answer.draws.hotter_nats is not None
+        and answer.draws.nats - answer.draws.hotter_nats > most
+    ]
 
 
 def _alike(answers: Sequence[AnswerInUse], repeating: int) -> str:

@@ -220,6 +220,16 @@ def test_a_group_of_sampled_answers_may_be_wrong_alone(group: dict[str, object],
     assert ("the temperature is ignored" in reason) == ("choice" not in group)
 
 
+def test_one_answer_may_be_wrong_although_all_together_fit():
+    """Among three answers, one that is 1e4 times as likely at twice the temperature is not rare enough."""
+    sound, other = [drawn(replace(EVEN, nats=300.0, hotter_nats=320.0))] * 2
+    near, far = (replace(EVEN, nats=300.0, hotter_nats=300 - math.log(ratio)) for ratio in (1e4, 1e8))
+    assert sampling(sound, other, drawn(near))[0] == "pass"
+    status, reason = sampling(sound, other, drawn(far))
+    assert status == "fail" and "1 of 3 answers, such as" in reason and "answers to another prompt" in reason
+    assert sampling(sound, other, drawn(replace(far, hotter_nats=None)))[0] == "pass", "an older verdict"
+
+
 def test_a_choice_that_is_told_again_is_named():
     again = [
         drawn(choice=0),

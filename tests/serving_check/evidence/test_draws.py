@@ -20,6 +20,12 @@ def test_sums_are_over_the_tokens_and_constants_change_nothing():
     assert draws.variance == pytest.approx(3 * 0.6875 * LN2**2)
 
 
+def test_the_same_tokens_are_scored_at_twice_the_temperature():
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    draws = draws_of(logits, [0, 1, 2, 3, 4], 0.4, "name")
+    assert draws.hotter_nats == pytest.approx(draws_of(logits, [0, 1, 2, 3, 4], 0.8, "name").nats)
+
+
 def test_logits_are_divided_by_the_temperature():
     halved = draws_of(HALVES[None] * 0.5, [1], 0.5, "name")
     assert halved.nats == pytest.approx(2 * LN2)
