@@ -211,8 +211,9 @@ def created_when_the_server_was(events: Events) -> Events:
     return in_events(rb'"created":\d+', lambda found: b'"created":%d' % STARTED)(events)
 
 
-@hidden("events", "answers as asked", "created: the times are")
+@hidden("events", "answers as asked", "created: the times do not follow")
 def created_in_milliseconds(events: Events) -> Events:
+    """Only in streams: other answers have their times in seconds."""
     return in_events(rb'"created":\d+', lambda found: found[0] + b"000")(events)
 
 
