@@ -1,7 +1,8 @@
 """Draws sentences at random from the documentation, the commands' help, error messages and docstrings.
 
 A reader who knows the field judges each: understood at first reading, or not. The same seed on the same tree
-draws the same sentences. The list with the judgements is `results/sentences.md`.
+draws the same sentences. Tables, code and pictures, on pages and in docstrings, are left out. The judgements
+are in `results/sentences.md`.
 
     python -P tests/bench/sentences.py --seed 36
 """
@@ -22,6 +23,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "doc
 SOURCES = ("base", "kernels", "layouts", "serving_check", "pipeline", "vllm_plugin")
 ERRORS = ("UserError",)
 LEAST_WORDS = 5
+COLUMNS = re.compile(r"\S {2,}\S")
+"""In a docstring: a table, or a picture of bytes."""
 Sentence = tuple[str, str]
 """Where it stands, and its words."""
 
@@ -74,7 +77,8 @@ def docstrings() -> Iterator[Sentence]:
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 where = f"{path}:{getattr(node, 'lineno', 1)}"
                 for paragraph in text.split("\n\n"):
-                    yield from sentences(where, paragraph)
+                    if not COLUMNS.search(paragraph):
+                        yield from sentences(where, paragraph)
 
 
 KINDS: dict[str, Callable[[], Iterator[Sentence]]] = {
