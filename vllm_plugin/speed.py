@@ -1,7 +1,8 @@
 """Decides which layers are faster with our kernels than with vLLM's own, from measurements.
 
 `measured.json` is made by `tests/bench/vllm_plugin/linear.py` on a GPU. A layer has one kernel for every M,
-since a second one would need the weight a second time. So one decision is made for a layer, from all M.
+since a second one would need the weight a second time. One decision is therefore made for a layer, from all
+M.
 """
 
 import json

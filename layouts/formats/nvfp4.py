@@ -99,8 +99,8 @@ class NVFP4Input:
     """Rounds the input of a linear layer to NVFP4, for checkpoints with NVFP4 on both sides (W4A4).
 
     Each token gets scales of its own, one E4M3 scale for 16 consecutive k; only the global scale is stored.
-    This gives W4A4's results without hardware that multiplies FP4: x is rounded to the values that such
-    hardware would be given.
+    The rounding gives W4A4's results without hardware that multiplies FP4: x is rounded to the values that
+    such hardware would be given.
 
     global_scale: fp32 scalar found by calibration, a multiplier (amax / 2688) or, with `divides`, a divisor
     divides:      use compressed-tensors' arithmetic instead of ModelOpt's. The two differ in last bits and in

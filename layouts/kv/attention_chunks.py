@@ -1,7 +1,7 @@
 """Chunked attention as in Llama 4: a query sees only the keys of its own chunk of the context.
 
 A chunk is served as a context of its own: with the pages that hold it, and positions that count from its
-first token. So every KV format and every kernel serves a chunk as plain attention. A scheduler's prefill
+first token. Every KV format and every kernel then serves a chunk as plain attention. A scheduler's prefill
 chunks, the pieces in which a prompt is computed, are something else.
 
 With chunks of 4 tokens, a prefill chunk of tokens 2 .. 9 becomes three contexts, of which these are computed:

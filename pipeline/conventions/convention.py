@@ -136,7 +136,7 @@ class ExportConvention(Convention, Protocol):
 
 
 class ExportDefaults:
-    """This is for conventions whose files hold the tensors of a format and nothing else."""
+    """The default is for conventions whose files hold the tensors of a format and nothing else."""
 
     def file_metadata(
         self,

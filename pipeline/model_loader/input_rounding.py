@@ -1,7 +1,7 @@
 """Rounds the inputs of plain linear layers if their checkpoint quantizes activations as well.
 
-This is for models that are run with dequantized weights, as `layer_stream.py` runs them; packed layers round
-by themselves (`layouts/modules/linear.py`).
+The rounding is for models that are run with dequantized weights, as `layer_stream.py` runs them; packed
+layers round by themselves (`layouts/modules/linear.py`).
 """
 
 from collections.abc import Mapping

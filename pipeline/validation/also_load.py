@@ -1,9 +1,9 @@
 """Loads the artifact in another library and compares its predictions with ours on the same tokens.
 
-This finds problems that the files alone do not show: a scale that two readers apply differently, a tensor
-that one of them ignores. Transformers gives its logits to this process; any other engine serves the artifact
-and reports the log-probabilities of tokens that it draws. If the library cannot load the artifact on this
-machine, the result has the reason, and nothing is known.
+The comparison finds problems that the files alone do not show: a scale that two readers apply differently, a
+tensor that one reader ignores. Transformers gives its logits to this process; any other engine serves the
+artifact and reports the log-probabilities of tokens that it draws. If the library cannot load the artifact on
+this machine, the result has the reason, and nothing is known.
 """
 
 import importlib.metadata

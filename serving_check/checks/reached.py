@@ -1,7 +1,7 @@
 """Whether M requests really decoded together, rather than some of them while the rest were queued.
 
-If prompts are long and answers short, the first requests end before the last one decodes, on any server. So
-the number of requests that ran on the baseline replaces M if it is smaller.
+If prompts are long and answers short, the first requests end before the last one decodes, on any server. The
+number of requests that ran on the baseline therefore replaces M if it is smaller.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Layers with a state, such as linear attention and Mamba, over slots of our own.
 
-transformers' modules ask a cache for their state, and pass it to a function that computes one more token.
-This function is the seam: a module's own forward runs as if every token were the next one of some request,
-but it calls our functions instead of transformers', and ours know which token belongs to which request. The
-arithmetic is in `layouts/states/`.
+transformers' modules ask a cache for their state, and pass it to a function that computes one more token. The
+function for one more token is the seam: a module's own forward runs as if every token were the next one of
+some request, but it calls our functions instead of transformers', and ours know which token belongs to which
+request. The arithmetic is in `layouts/states/`.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Which parts of requests are judged separately at an M: prompts, decoding, or both.
 
 A part that takes little of the time is hidden by the other part. The baseline's first blocks show the share
-of each part. So the choice is fixed before anything is decided, and a reader of the verdict can repeat it.
+of each part. The choice is thus fixed before anything is decided, and a reader of the verdict can repeat it.
 """
 
 from collections.abc import Sequence

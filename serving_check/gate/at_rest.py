@@ -1,8 +1,8 @@
 """Examines a server before and after a load: whether it still holds memory or pages, and whether it became
 slower.
 
-A burst of tiny requests shows faults that grow with the number of requests. Then the smallest M is measured
-once more. `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
+A burst of tiny requests shows faults that grow with the number of requests. After the burst, the smallest M
+is measured once more. `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge.
 """
 
 import time

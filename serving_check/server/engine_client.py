@@ -46,7 +46,7 @@ class NewTokens:
 class Mailbox:
     """New tokens of all sequences of one HTTP request; its one reader takes all of them at once.
 
-    So a slow reader can catch up by writing fewer, longer chunks.
+    A slow reader can thus catch up by writing fewer, longer chunks.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """An upper limit for the correlation of neighbours in a series, and how much it widens the mean's limits.
 
 The model is a first-order autoregression: each value inherits the share `rho` of its predecessor's deviation.
-Few values estimate rho poorly and too low, because deviations are taken from their own mean. So the estimate
-is inverted through the average estimate of the same number of values under each rho (after Andrews, 1993),
-and an upper limit replaces it. For a random walk this limit then reaches `LARGEST`, at which nothing can be
-decided.
+Few values estimate rho poorly and too low, because deviations are taken from their own mean. The estimate is
+therefore inverted through the average estimate of the same number of values under each rho (after Andrews,
+1993), and an upper limit replaces it. For a random walk this limit then reaches `LARGEST`, at which nothing
+can be decided.
 
 If the mean only has to tell where a random walk started, its limits are finite (`random_walk`).
 """

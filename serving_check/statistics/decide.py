@@ -21,8 +21,8 @@ error rates are in `tests/bench/results/gate/operating_characteristic.json`.
 If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. Only
 effects of the machine outlast a restart. Effects on both sides alike do not correlate groups: even in a
 random walk, each group has its own steps. Effects on one side alone are at most a random walk from the
-machine's first state, and the ratio is for that state. So limits are never wider than those of such a walk,
-however strong the correlation that a few groups cannot exclude.
+machine's first state, and the ratio is for that state. Limits are therefore never wider than those of such a
+walk, however strong the correlation that a few groups cannot exclude.
 """
 
 import math

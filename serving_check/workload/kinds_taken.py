@@ -99,7 +99,7 @@ def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
 
 
 def _is_refused(endpoint: Endpoint, probe: PlannedRequest) -> bool:
-    """Say whether the server knows no such field or route. Any other failure is left for the load to show."""
+    """Say whether the server does not know the field or route. Other failures are left to the load."""
     headers = {"Content-Type": "application/json", **endpoint.headers()}
     body = json.dumps(body_of(endpoint, probe)).encode()
     request = urllib.request.Request(endpoint.base_url + probe.route, body, headers)

@@ -74,7 +74,7 @@ class RequestRecord:
 
     @property
     def decoding(self) -> tuple[float, float] | None:
-        """When it began and ended to decode, on the clock of `start`: at its first and its last chunk; the
+        """Return when decoding began and ended, on the clock of `start`: at its first and its last chunk; the
         whole request if it was not streamed. None if nothing came."""
         if not self.is_streamed:
             return None if self.error is not None else (self.start, self.start + self.e2el)

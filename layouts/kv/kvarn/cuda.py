@@ -52,8 +52,8 @@ class KVarNLayers:
 class PlainPages:
     """The dequantized pages that a step's prefill chunks see, laid out by the first layer that asks.
 
-    A query sees its own page and the first page unquantized, and the pages between them quantized. So each
-    page of a chunk is a context of its own, with a row of its own in a block table.
+    A query sees its own page and the first page unquantized, and the pages between them quantized. Each page
+    of a chunk is therefore a context of its own, with a row of its own in a block table.
     """
 
     def __init__(self) -> None:

@@ -5,9 +5,9 @@ The error of weight i counts `importance[i]` times. For a vector of magnitudes x
 every scale after that takes one addition and one minimum. Signs are those of the weights; the format allows
 only an even number of minus signs, so if it is odd, the sign whose change costs least is changed.
 
-Scales of blocks are searched over ratios of the largest magnitude. Then the super-block's fp16 scale and the
-blocks' four bits are fitted to these scales, and the entries to the resulting scales. Both steps run twice.
-It reads no file.
+Scales of blocks are searched over ratios of the largest magnitude. After that search, the super-block's fp16
+scale and the blocks' four bits are fitted to these scales, and the entries to the resulting scales. Both
+steps run twice. It reads no file.
 """
 
 import torch

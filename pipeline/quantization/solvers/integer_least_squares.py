@@ -5,9 +5,9 @@ numbers that engines can store: the zero is an integer and the scale is rounded 
 search. It reads no file.
 
 For a group x of g weights, zero z and scale s, the best codes are `d = clamp(round(x/s), -z, top-z)`, and for
-those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<d,d>`. So one pass over x
-judges a candidate (s, z) with the scale already refined. The search takes every clipping ratio at the
-nearest zero and its neighbours, then alternates from the best with the scale as it will be stored.
+those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<d,d>`. One pass over x
+therefore judges a candidate (s, z) with the scale already refined. The search takes every clipping ratio at
+the nearest zero and its neighbours, then alternates from the best with the scale as it will be stored.
 
 Without zero points the codes -8..7 reach one step further on one side, and a negative scale turns that side
 around. Intel's AutoRound publishes symmetric INT4 of this kind, and engines multiply by the scale whatever
@@ -43,8 +43,8 @@ class IntegerCodes:
     signs: tuple[int, ...] = (1,)
 
     def widest(self, low: Tensor, high: Tensor, sign: int) -> Tensor:
-        """Return, for one sign of the scale, the magnitude that clips nothing of low..high without zero
-        points.
+        """Return the magnitude that clips nothing of low..high without zero points, for one sign of the
+        scale.
         """
         below, above = (low, high) if sign > 0 else (-high, -low)
         return torch.maximum(above * (1 / (self.top - self.middle)), below * (-1 / self.middle))

@@ -4,9 +4,10 @@ The test is a goodness of fit with a stated level: the summed surprisal, which a
 the spread of the tokens over their distributions, which top-k and top-p cut, and answers that do not change
 with the seed.
 
-A server rounds its logits in another order than this process. This effect was measured with 1,000 sampled
-tokens of the bundled model (640 in NVFP4), one run each. The effect moves the surprisal z of 2,500 tokens by
-0.001 (INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). A z beyond 3.3 fails.
+A server rounds its logits in another order than this process. The effect of rounding in another order was
+measured with 1,000 sampled tokens of the bundled model (640 in NVFP4), one run each. The effect moves the
+surprisal z of 2,500 tokens by 0.001 (INT4), 0.02 (KVarN cache) and 0.12 (NVFP4 with 4-bit inputs). A z beyond
+3.3 fails.
 """
 
 import math
@@ -133,9 +134,9 @@ def _sum(several: Iterable[Draws]) -> Draws:
 def _z(draws: Draws) -> float:
     """Return the standard deviations by which the summed surprisal differs from 0.
 
-    The surprisal of a token minus the entropy of its distribution has mean 0, whatever came before it. So the
-    sum is a martingale whose variance is the sum of variances, and is normal for this many tokens (Brown,
-    1971).
+    The surprisal of a token minus the entropy of its distribution has mean 0, whatever came before it. The
+    sum is therefore a martingale whose variance is the sum of variances, and is normal for this many tokens
+    (Brown, 1971).
     """
     if draws.variance > 0:
         return draws.surprisal / math.sqrt(draws.variance)

@@ -41,7 +41,7 @@ class CudaGraphs(Generic[Result]):
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """This is for the warm-up before a capture, which must not run on the default stream."""
+    """The stream is for the warm-up before a capture, which must not run on the default stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -62,7 +62,7 @@ class LogitAdjustments:
         return scores
 
     def observe(self, sequences: Rows[Sequence], drawn: Tensor) -> None:
-        """Count the tokens just drawn, int64 [A]. This is called before the sequences get the tokens."""
+        """Count the tokens just drawn, int64 [A]. `observe` is called before the sequences get the tokens."""
         penalized = [index for index, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if not penalized:
             return
