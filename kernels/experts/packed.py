@@ -48,6 +48,17 @@ REUSED_FROM = 64
 """Rows of a block from which an expert is likely to have several: its weight then stays in the cache."""
 
 
+@triton.jit
+def words_at(rows_at, table, BN: tl.constexpr):
+    """Where the words of rows lie, [BN, 16]."""
+    return rows_at[:, None] + tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def load_words(at, offset, table, BN: tl.constexpr, EVICT: tl.constexpr):
+    return tl.load(at + offset, eviction_policy=EVICT)
+
+
 @dataclass(frozen=True)
 class ExpertsDecoder(ABC):
     """A format's parameters and its device functions; the kernel is compiled for each decoder.
@@ -56,8 +67,13 @@ class ExpertsDecoder(ABC):
                                                                    `scale_rows` scale words [BN, 16] one part
                                                                    of 1, 2 or 4 along the columns
     unpack_plainly(words, scales, DECODER, BN, PART, PARTS)        the same without PTX: for the interpreter
+    words_at(rows_at, table, BN)                                   where the words of rows of a tile lie
+    load_words(at, offset, table, BN, EVICT)                       what `unpack` takes as words; `table` is
+                                                                   the format's, or None
 
     half  activations and weights are fp16, else bf16
+
+    The grouped product takes decoders with 16 words in a row, and loads them itself.
     """
 
     half: bool
@@ -65,6 +81,13 @@ class ExpertsDecoder(ABC):
     name: ClassVar[str]
     unpack_in_registers: ClassVar[Any]
     unpack_plainly: ClassVar[Any]
+    words_at: ClassVar[Any] = words_at
+    load_words: ClassVar[Any] = load_words
+
+    @property
+    def row_words(self) -> int:
+        """Words of a row of a tile."""
+        return 16
 
     @property
     @abstractmethod
@@ -74,7 +97,8 @@ class ExpertsDecoder(ABC):
     @property
     def cache_key(self) -> str:
         """Triton's cache key, so that no compiled kernel outlives the source of a decoder."""
-        return "-".join([repr(self), self.unpack_in_registers.cache_key, self.unpack_plainly.cache_key])
+        functions = self.unpack_in_registers, self.unpack_plainly, self.words_at, self.load_words
+        return "-".join([repr(self), *(function.cache_key for function in functions)])
 
 
 def by_word(codes: Tensor) -> Tensor:

@@ -37,15 +37,19 @@ SIGN_BITS = (15, 0, 1, 2, 3, 4, 5, 6)
 def pack_words(indices: Tensor, patterns: Tensor) -> Tensor:
     """indices, patterns: [N, K/32, 4] of 0..255 and of the seven stored sign bits."""
     index = _tiled(indices.int()).unbind(-1)
-    patterns = patterns.int()
-    halves = patterns ^ patterns >> 4
-    halves = halves ^ halves >> 2
-    negative = _tiled(patterns | (halves ^ halves >> 1) << 7 & 0x80).unbind(-1)
+    negative = _tiled(all_signs(patterns.int())).unbind(-1)
     words = index[0] << INDEX_SHIFT | index[1] << INDEX_SHIFT + 16
     for pair, bit in enumerate(SIGN_BITS):
         signs = negative[pair // 4] >> 2 * (pair % 4)
         words |= (signs & 1) << bit | (signs >> 1 & 1) << bit + 16
     return words.flatten(2)
+
+
+def all_signs(patterns: Tensor) -> Tensor:
+    """Seven stored signs, int32, with the eighth as bit 7: it makes the number of minus signs even."""
+    halves = patterns ^ patterns >> 4
+    halves = halves ^ halves >> 2
+    return patterns | (halves ^ halves >> 1) << 7 & 0x80
 
 
 def pack_scales(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,16 @@
 On Hopper this kernel is slower than `kernels/hopper/`, which is written for it.
 
     x            [M, K]                           bf16 or fp16, rows contiguous
-    words        int32 [N/64, P*K/128, 64, 16]    tiles of 64 rows, 128 columns; the last zero-padded
+    words        int32 [N/64, P*K/128, 64, w]     tiles of 64 rows, 128 columns; the last zero-padded
     scale_words  int32 [P*K/128 * s, N]           s words for a row of a tile; K and N padded to whole tiles
     factor       fp32 [1]                         what the sums are multiplied by, or None
+    table        int32                            what a decoder looks numbers up in, or None
     y            [M, N]                           x's dtype
 
 Words, scale words and decoders are those of the grouped product of experts (`experts/packed.py`), so that one
-packing of the bytes serves both. With P = 2 planes a weight is the sum of two planes that lie one behind the
-other along K, and x is read twice: INT8 uses this.
+packing of the bytes serves both; w is 16. IQ2_XXS, which no experts have, has bytes of its own, and w is
+8. With P = 2 planes a weight is the sum of two planes that lie one behind the other along K, and x is read
+twice: INT8 uses this.
 
     HBM:  words, scales ----+        +---- x
                             v        v
@@ -59,6 +61,7 @@ class PortableOperand:
     decoder: ExpertsDecoder
     factor: Tensor | None = None
     planes: int = 1
+    table: Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -80,13 +83,15 @@ class Form(NamedTuple):
 
 @triton.jit
 def _sum_tiles(
-    x_at, words_at, scales_at, in_x, begin, end, K, rows, plane_tiles, DECODER: tl.constexpr, FORM:
+    x_at, words_at, scales_at, table, in_x, begin, end, K, rows, plane_tiles, DECODER: tl.constexpr, FORM:
     tl.constexpr
 ):  # fmt: skip
     """Return sums fp32 [bn, bm] over the tiles begin .. end along K."""
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     SCALE_ROWS: tl.constexpr = DECODER.scale_rows
+    TILE_WORDS: tl.constexpr = 64 * DECODER.row_words
+    EVICT: tl.constexpr = FORM.evict
     accumulator = tl.zeros([BN, BM], tl.float32)
     PARTS: tl.constexpr = FORM.parts
     WIDTH: tl.constexpr = 128 // PARTS
@@ -94,7 +99,7 @@ def _sum_tiles(
     # Else ptxas sees the sums defined on a way around the loop, and has each wgmma wait for the one before.
     tl.assume(end > begin)
     for k_tile in range(begin, end):
-        word = tl.load(words_at + k_tile * 1024, eviction_policy=FORM.evict)
+        word = DECODER.load_words(words_at, k_tile * TILE_WORDS, table, BN, EVICT)
         scales = load_scales(scales_at + k_tile * rows * SCALE_ROWS, rows, SCALE_ROWS, BN)
         for part in tl.static_range(PARTS):
             first = k_tile % plane_tiles * 128 + part * WIDTH
@@ -122,8 +127,8 @@ def _store(y_at, sums, factor, in_y):
     repr=lambda form: form.constants["DECODER"].name + "_portable_kernel",
 )
 def portable_kernel(
-    x, words, scale_words, factor, y, partials, semaphores, M, N, K, rows, k_tiles, plane_tiles, tiles_m,
-    splits, DECODER: tl.constexpr, FORM: tl.constexpr,
+    x, words, scale_words, factor, table, y, partials, semaphores, M, N, K, rows, k_tiles, plane_tiles,
+    tiles_m, splits, DECODER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA.
 
@@ -140,7 +145,7 @@ def portable_kernel(
     )  # past the end: the last again, and not stored
     in_x = (m < M)[None, :]
     x_at = x + m[None, :] * K + tl.arange(0, 128 // FORM.parts)[:, None]
-    words_at = words + (row_tile * k_tiles * 64 + n % 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    words_at = DECODER.words_at(words + (row_tile * k_tiles * 64 + n % 64) * DECODER.row_words, table, BN)
     scales_at = scale_words + row_tile * 64 + n % 64
     y_at = y + m[None, :] * N + n[:, None]
     in_y = (n < N)[:, None] & in_x
@@ -148,14 +153,14 @@ def portable_kernel(
         total = tl.zeros([BN, BM], tl.float32)
         for index in range(splits):
             total += _sum_tiles(
-                x_at, words_at, scales_at, in_x, index * k_tiles // splits, (index + 1) * k_tiles // splits,
-                K, rows, plane_tiles, DECODER, FORM,
+                x_at, words_at, scales_at, table, in_x, index * k_tiles // splits,
+                (index + 1) * k_tiles // splits, K, rows, plane_tiles, DECODER, FORM,
             )  # fmt: skip
         _store(y_at, total, factor, in_y)
     else:
         sums = _sum_tiles(
-            x_at, words_at, scales_at, in_x, split * k_tiles // splits, (split + 1) * k_tiles // splits,
-            K, rows, plane_tiles, DECODER, FORM,
+            x_at, words_at, scales_at, table, in_x, split * k_tiles // splits,
+            (split + 1) * k_tiles // splits, K, rows, plane_tiles, DECODER, FORM,
         )  # fmt: skip
         if FORM.split_k:
             at = partials_of(partials, tile, splits, BN, BM)
@@ -194,7 +199,7 @@ def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None)
         asm=x.device.type == "cuda",
     )
     portable_kernel[(tiles_m * tiles_n, own)](
-        x, weight.words, weight.scale_words, weight.factor, y, partials, weight.semaphores,
+        x, weight.words, weight.scale_words, weight.factor, weight.table, y, partials, weight.semaphores,
         m, n, k, rows, k_tiles, plane_tiles, tiles_m, splits, weight.decoder, form,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

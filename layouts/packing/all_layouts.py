@@ -22,7 +22,7 @@ from .peers.gemlite import GemLite
 from .peers.humming import Humming
 from .peers.tinygemm import Tinygemm
 from .per_expert import PerExpert
-from .portable import INT4_PORTABLE, INT8_PORTABLE, NVFP4_PORTABLE
+from .portable import INT4_PORTABLE, INT8_PORTABLE, IQ2_XXS_PORTABLE, NVFP4_PORTABLE
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .torch_linear import TorchLinear
 
@@ -51,6 +51,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     NVFP4_PORTABLE,
     Tinygemm(),
     IQ2_XXS,
+    IQ2_XXS_PORTABLE,
     CPU_INT4,
     CPU_DEQUANTIZED,
     CPU_EMULATED,

@@ -1,9 +1,9 @@
-"""Our own layouts for GPUs from compute capability 8.0 on: INT4, INT8 and NVFP4 by one Triton kernel.
+"""Our own layouts for GPUs from compute capability 8.0 on: INT4, INT8, NVFP4 and IQ2_XXS, one Triton kernel.
 
-The bytes are those of experts (`grouped_experts.py`); the kernel is `kernels/portable/packed_matmul.py`. The
-kernel's sums have one order at any number of rows, so one layout serves every mode of batch invariance,
-except where Triton takes another matrix instruction for larger tiles, which adds up otherwise. Not for the
-CPU.
+The bytes are those of experts (`grouped_experts.py`), except IQ2_XXS's; the kernel is
+`kernels/portable/packed_matmul.py`. The kernel's sums have one order at any number of rows, so one layout
+serves every mode of batch invariance, except where Triton takes another matrix instruction for larger tiles,
+which adds up otherwise. Not for the CPU.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,14 @@ from ...base.batch_invariance import INVARIANCE_MODES, TUNED
 from ...kernels.device import compute_capability, keeps_sums_in_registers
 from ...kernels.experts import int4, nvfp4
 from ...kernels.experts.packed import ExpertsDecoder
+from ...kernels.iq2_xxs.grid import grid
 from ...kernels.nvfp4.packing import FACTOR
-from ...kernels.portable import int8
+from ...kernels.portable import int8, iq2_xxs
 from ...kernels.portable.packed_matmul import PortableOperand, matmul
 from ...kernels.portable.tiles import semaphores_of
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.int8 import Int8, Int8Weight
+from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
 from ..formats.nvfp4 import NVFP4, NVFP4Weight
 from ..formats.weight_format import Weight
 from .int4_affine import int4_of, require_int4
@@ -65,7 +67,7 @@ class Packing(Protocol):
         ...
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[Mapping[str, Tensor], Mapping[str, int]]:
-        """Return the tensors `words`, `scale_words` and maybe `factor`, and the decoder's attributes."""
+        """Return tensors `words`, `scale_words`, maybe `factor` and `table`, and the decoder's attributes."""
         ...
 
     def decoder(self, packed: PackedWeight) -> ExpertsDecoder: ...
@@ -109,7 +111,13 @@ class PortableLayout:
         words, scale_words, semaphores = (tensors[name] for name in ("words", "scale_words", "semaphores"))
         decoder = self.packing.decoder(packed)
         return PortableOperand(
-            words, scale_words, semaphores, decoder, tensors.get("factor"), self.packing.planes
+            words,
+            scale_words,
+            semaphores,
+            decoder,
+            tensors.get("factor"),
+            self.packing.planes,
+            tensors.get("table"),
         )
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
@@ -191,6 +199,32 @@ class Int8Packing:
         return int4.Int4Experts(half, packed.attributes["group_size"], fractional=False)
 
 
+class IQ2XXSPacking:
+    """IQ2_XXS, whose codebook lies beside the weight."""
+
+    format = IQ2XXS
+    name = "iq2_portable"
+    kernel_prefix = iq2_xxs.IQ2XXSExperts.name
+    dtypes = (torch.bfloat16, torch.float16)
+    planes = 1
+
+    def refuses(self, problem: Problem) -> str | None:
+        return problem.spec.refuses(problem.n, problem.k)
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, int]]:
+        if not isinstance(weight, IQ2XXSWeight):
+            raise TypeError(f"layout {self.name} packs IQ2XXSWeight, not {type(weight).__name__}")
+        numbers = weight.indices(), weight.sign_patterns(), weight.scales_of_blocks()
+        words, scale_words, factor = iq2_xxs.pack(*numbers, dtype)
+        table = iq2_xxs.table_of(grid(words.device, dtype))
+        return {"words": words, "scale_words": scale_words, "factor": factor, "table": table}, {}
+
+    def decoder(self, packed: PackedWeight) -> ExpertsDecoder:
+        wide = keeps_sums_in_registers(compute_capability(packed.tensors["words"].device))
+        return iq2_xxs.IQ2XXSExperts(half=packed.dtype == torch.float16, wide=wide)
+
+
 INT4_PORTABLE = PortableLayout(Int4Packing())
 NVFP4_PORTABLE = PortableLayout(NVFP4Packing())
 INT8_PORTABLE = PortableLayout(Int8Packing())
+IQ2_XXS_PORTABLE = PortableLayout(IQ2XXSPacking())

@@ -2,13 +2,14 @@
 
     python -P tests/bench/kernels/iq2_xxs.py --out OUT/iq2_xxs_qwen3_8b.json
     python -P tests/bench/kernels/iq2_xxs.py --tiles 1,1,8,2 2,1,4,4 --m 1     tiles of the one-row kernel
+    python -P tests/bench/kernels/iq2_xxs.py --as 8.0       code for an older GPU, which the driver translates
     python -P tests/bench/kernels/iq2_xxs.py --layouts nvfp4_swap_ab iq2_xxs --m 1,4,8,16,32,64,128
 
 Weights are rotated past the L2 cache, calls run in CUDA graphs, figures are medians of interleaved samples;
 every answer is compared with float64. The ceilings: the weight's bytes, of the format and as packed, over the
 bandwidth of a large copy; its instructions, as counted in the compiled loops, over the issue slots. A table
 of all layers together comes last: each layout's time, its share of the rate at which this GPU copies, and
-how many times as fast as IQ2_XXS it is.
+how many times as fast as IQ2_XXS it is: Hopper's, or the portable one on another GPU.
 """
 
 import argparse
@@ -31,7 +32,9 @@ from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.iq2_xxs import IQ2_XXS
 from scalegate.layouts.packing.layout import PackedWeight, Problem
+from scalegate.layouts.packing.portable import IQ2_XXS_PORTABLE
 from scalegate.tests.bench.kernels.linear import MODELS
+from scalegate.tests.bench.kernels.older_gpu import pretend
 from torch import Tensor
 
 MAX_ERROR = 4e-3
@@ -140,6 +143,7 @@ def copied_bytes_a_second() -> float:
 def table(results: dict[str, dict[str, Any]], bandwidth: float) -> list[str]:
     """All layers together by M: microseconds, the share of the bandwidth, and the speed over IQ2_XXS's."""
     shapes = list(results.values())
+    reference = OWN if OWN in shapes[0]["bytes"] else f"{IQ2XXS.name} {IQ2_XXS_PORTABLE.name}"
     lines = [f"us (share of {bandwidth / 1e12:.2f} TB/s, speed over IQ2_XXS)"]
     lines[0] = f"{lines[0]:<56}" + "".join(f"{'M=' + str(row['m']):>20}" for row in shapes[0]["rows"])
     for name, total in shapes[0]["bytes"].items():
@@ -147,7 +151,7 @@ def table(results: dict[str, dict[str, Any]], bandwidth: float) -> list[str]:
         cells = []
         for at in range(len(shapes[0]["rows"])):
             times = [shape["rows"][at]["microseconds"] for shape in shapes]
-            us, own = (sum(each.get(which, math.nan) for each in times) for which in (name, OWN))
+            us, own = (sum(each.get(which, math.nan) for each in times) for which in (name, reference))
             cells.append(f"{us:.1f} ({total / bandwidth / us * 1e6:.0%}, {own / us:.2f})")
         lines.append(f"{name:<56}" + "".join(f"{cell:>20}" for cell in cells))
     return lines
@@ -165,9 +169,12 @@ def main() -> None:
     parser.add_argument("--m", default="1,2,4,8,16,32,64,128,256,1024")
     parser.add_argument("--shapes", default="", help="comma-separated; all if empty")
     parser.add_argument("--tiles", nargs="*", type=tile_of, default=[])
+    parser.add_argument("--as", dest="capability", help="compute capability of an older GPU: 8.0 or 8.9")
     parser.add_argument("--layouts", nargs="*", default=[], help="all of ours if empty")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.capability:
+        pretend(*map(int, arguments.capability.split(".")))
     ms = [int(m) for m in arguments.m.split(",")]
     shapes = MODELS[arguments.model]
     wanted = arguments.shapes.split(",") if arguments.shapes else list(shapes)

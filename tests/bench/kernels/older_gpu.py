@@ -5,6 +5,8 @@ has is refused. Import and call `pretend` before anything compiles. Not a bench 
 """
 
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99}
@@ -15,8 +17,9 @@ def pretend(major: int, minor: int) -> None:
     """Torch and Triton find a GPU of this compute capability from now on."""
     architecture = f"sm{major}{minor}"
     os.environ["TRITON_OVERRIDE_ARCH"] = architecture
-    # Inductor's other processes, and its own launcher, would know nothing of this.
+    # Inductor's other processes, its own launcher and its cache would know nothing of this.
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0"}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"inductor-{architecture}")
     import torch
     from triton import knobs
     from triton.backends.compiler import GPUTarget

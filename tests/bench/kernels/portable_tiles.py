@@ -1,7 +1,7 @@
-"""Times tiles of the portable packed product in INT4 on the shapes of Qwen3-8B, as code for an older GPU.
+"""Times tiles of the portable packed product on the shapes of Qwen3-8B, as code for an older GPU.
 
     python -P tests/bench/kernels/portable_tiles.py --m 8,64,512 --out OUT/portable_tiles.json
-    python -P tests/bench/kernels/portable_tiles.py --as 8.9 --m 16
+    python -P tests/bench/kernels/portable_tiles.py --as 8.9 --m 16 --format iq2-xxs
 
 Prints the five fastest of each shape and M with their speed over bf16. All are compiled beforehand, in as
 many processes as there are cores; weights are rotated past the L2 cache, and calls run in CUDA graphs. The
@@ -36,26 +36,29 @@ def tiles(m: int) -> Iterator["Tile"]:
             yield Tile(bm, bn, stages, warps, parts)
 
 
-def setup(capability: str) -> None:
-    """In each process: the older GPU, before anything compiles."""
+def setup(capability: str, name: str) -> None:
+    """In each process: the older GPU, before anything compiles, and the format."""
     sys.path.insert(0, str(Path(__file__).parent))
     if capability != "9.0":
         from older_gpu import pretend
 
         pretend(*map(int, capability.split(".")))
-    global Int4, INT4_PORTABLE, Tile, matmul, torch
+    global LAYOUT, SPEC, Tile, matmul, torch
     import torch
     from scalegate.kernels.portable.packed_matmul import matmul
     from scalegate.kernels.portable.tiles import Tile
     from scalegate.layouts.formats.int4 import Int4
-    from scalegate.layouts.packing.portable import INT4_PORTABLE
+    from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+    from scalegate.layouts.packing.portable import INT4_PORTABLE, IQ2_XXS_PORTABLE
+
+    LAYOUT, SPEC = (INT4_PORTABLE, Int4(128)) if name == "int4" else (IQ2_XXS_PORTABLE, IQ2XXS())
 
 
 def operands(n: int, k: int, most: int) -> list:
-    packed = INT4_PORTABLE.pack(Int4(128).random(n, k, torch.device("cuda")), torch.bfloat16)
+    packed = LAYOUT.pack(SPEC.random(n, k, torch.device("cuda")), torch.bfloat16)
     copies = max(2, min(most, int(ROTATED_BYTES // packed.nbytes)))
     tensors = [{name: tensor.clone() for name, tensor in packed.tensors.items()} for _ in range(copies)]
-    return [INT4_PORTABLE.operand(replace(packed, tensors=of_copy)) for of_copy in tensors]
+    return [LAYOUT.operand(replace(packed, tensors=of_copy)) for of_copy in tensors]
 
 
 def compile_one(job: tuple[int, tuple[int, ...]]) -> None:
@@ -89,17 +92,20 @@ def main() -> None:
     )
     parser.add_argument("--m", default="8,16,32,64,128,512")
     parser.add_argument("--as", dest="capability", default="8.0", choices=["8.0", "8.6", "8.9", "9.0"])
+    parser.add_argument("--format", default="int4", choices=["int4", "iq2-xxs"])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = [int(m) for m in options.m.split(",")]
-    setup(options.capability)
+    setup(options.capability, options.format)
     fields = ("bm", "bn", "stages", "warps", "parts")
     jobs = [(m, tuple(getattr(tile, name) for name in fields)) for m in rows for tile in tiles(m)]
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(max(1, (os.cpu_count() or 1) - 2), setup, [options.capability]) as pool:
+    with spawn.Pool(max(1, (os.cpu_count() or 1) - 2), setup, [options.capability, options.format]) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     results = {}
-    for name, (n, k) in SHAPES.items():
+    for name in options.shapes.split(","):
+        n, k = SHAPES[name]
         packed = operands(n, k, CALLS)
         count = max(2, int(ROTATED_BYTES // (2 * n * k)))
         dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]

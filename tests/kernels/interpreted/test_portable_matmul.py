@@ -7,9 +7,16 @@ from scalegate.kernels.portable.packed_matmul import matmul
 from scalegate.kernels.portable.tiles import STEP_COLUMNS, Tile, splits_of
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
+from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
-from scalegate.layouts.packing.portable import INT4_PORTABLE, INT8_PORTABLE, NVFP4_PORTABLE, PortableLayout
+from scalegate.layouts.packing.portable import (
+    INT4_PORTABLE,
+    INT8_PORTABLE,
+    IQ2_XXS_PORTABLE,
+    NVFP4_PORTABLE,
+    PortableLayout,
+)
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.rounding_bounds import product_bound
 
@@ -24,8 +31,9 @@ FORMS: list[tuple[PortableLayout, WeightFormat]] = [
     (NVFP4_PORTABLE, NVFP4()),
     (INT8_PORTABLE, Int8(32)),
     (INT8_PORTABLE, Int8(WHOLE_ROW)),
+    (IQ2_XXS_PORTABLE, IQ2XXS()),
 ]
-KEPT = FORMS[2], FORMS[5], FORMS[7], FORMS[9]
+KEPT = FORMS[2], FORMS[5], FORMS[7], FORMS[9], FORMS[10]
 
 
 def dtype_of(layout: PortableLayout) -> torch.dtype:
