@@ -25,7 +25,14 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.runtime.jit import JITFunction, constexpr_function
 
-    from .triton_versions import WHOLE_VIEWS, reinterpret, thread_barrier, tma_load, tma_store
+    from .triton_versions import (
+        SCALES_ON_12_1,
+        WHOLE_VIEWS,
+        reinterpret,
+        thread_barrier,
+        tma_load,
+        tma_store,
+    )
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -63,9 +70,10 @@ except ModuleNotFoundError as error:
     tensor_descriptor = TensorDescriptor = aggregate = triton
     gdc_launch_dependents = gdc_wait = JITFunction = constexpr_function = triton
     reinterpret = thread_barrier = tma_load = tma_store = triton
-    WHOLE_VIEWS = False
+    WHOLE_VIEWS = SCALES_ON_12_1 = False
 
 __all__ = [
+    "SCALES_ON_12_1",
     "WHOLE_VIEWS",
     "JITFunction",
     "TensorDescriptor",

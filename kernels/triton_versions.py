@@ -7,6 +7,7 @@
 | `tma_load`       | `tma.async_copy_global_to_shared` | `tma.async_load`   | `tma.async_load`  |
 | `tma_store`      | `tma.async_copy_shared_to_global` | `tma.async_store`  | `tma.async_store` |
 | `WHOLE_VIEWS`    | no                                | yes                | no                |
+| `SCALES_ON_12_1` | no                                | no                 | yes               |
 
 This module is for `triton_imports.py` alone; it is empty if Triton is not installed.
 """
@@ -37,4 +38,7 @@ else:
     reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
     """Called as `reinterpret(memory, dtype, shape, layout)`: a view of an allocation, or of a part of one
     that `index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
-    WHOLE_VIEWS = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 8)
+    _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+    WHOLE_VIEWS = _VERSION == (3, 8)
+    SCALES_ON_12_1 = _VERSION >= (3, 9)
+    """Whether `tl.dot_scaled` takes NVFP4 on compute capability 12.1."""

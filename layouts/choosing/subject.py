@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ..formats.input_format import dynamic_input
+from ..formats.input_format import dynamic_input, example_input
 from ..formats.unquantized import Unquantized, UnquantizedWeight
 from ..modules.linear import QuantizedLinear
 from ..packing.layout import LAYOUTS, AnyLayout, ExpertsLayout, Layout, PackedWeight, Problem
@@ -55,7 +55,10 @@ class _DenseSubject:
     def __init__(self, problem: Problem, most: int):
         self.problem = problem
         self.weight = problem.spec.random(problem.n, problem.k, problem.device)
-        self.x = torch.randn(most, 1, problem.k, device=problem.device).to(problem.dtype)
+        x = torch.randn(most, 1, problem.k, device=problem.device)
+        # Values of the format stay as they are if a layout rounds them again.
+        by_layer = example_input(problem.spec)
+        self.x = (x if by_layer is None else by_layer.round(x)).to(problem.dtype)
         self.dense = self.weight.dequantize(torch.float32)
         self.y = _rounded(self.x[:, 0].float(), problem) @ self.dense.T
 

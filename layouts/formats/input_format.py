@@ -44,6 +44,21 @@ class RoundsInputs(Protocol):
         ...
 
 
+@runtime_checkable
+class StoresInputScales(Protocol):
+    """A weight format that may round inputs by scales that a checkpoint has for each layer."""
+
+    @property
+    def example_input(self) -> InputFormat | None:
+        """How inputs are rounded while layouts are measured; None if the parameters leave them unrounded."""
+        ...
+
+
 def dynamic_input(spec: Any) -> InputFormat | None:
     """Return how a layer's input is rounded if its weight's spec alone decides it; else None."""
     return spec.dynamic_input if isinstance(spec, RoundsInputs) else None
+
+
+def example_input(spec: Any) -> InputFormat | None:
+    """How inputs are rounded while layouts are measured, if each layer's checkpoint decides it; else None."""
+    return spec.example_input if isinstance(spec, StoresInputScales) else None

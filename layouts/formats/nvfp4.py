@@ -13,6 +13,8 @@ from .weight_format import WEIGHT_FORMATS, Weight
 GROUP_SIZE = 16
 E2M1_MAX = 6.0
 E4M3_MAX, E4M3_SMALLEST = 448.0, 2.0**-9
+EXAMPLE_SCALE = 2.0**-6
+"""The global scale of inputs that a layout is measured with, which are standard normal."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class NVFP4:
     def __post_init__(self) -> None:
         if not isinstance(self.activations, bool):
             raise ValueError(f"`activations` is true or false, not {self.activations!r}")
+
+    @property
+    def example_input(self) -> "NVFP4Input | None":
+        """How inputs are rounded while layouts are measured; a checkpoint has a scale for each layer."""
+        return NVFP4Input(torch.tensor(EXAMPLE_SCALE), divides=False) if self.activations else None
 
     @property
     def label(self) -> str:

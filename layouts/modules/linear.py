@@ -12,7 +12,7 @@ from torch import Tensor, library, nn
 from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.weight_format import WeightFormat, spec_from_json, spec_to_json
 from ..packing.all_layouts import LAYOUTS
-from ..packing.layout import Layout, PackedWeight, rounds_inputs
+from ..packing.layout import InputScalesLayout, Layout, PackedWeight, rounds_inputs
 
 INPUT_BUFFER = "input_{}"
 
@@ -29,6 +29,8 @@ class QuantizedLinear(nn.Module):
     def __init__(self, packed: PackedWeight, bias: Tensor | None, input_format: InputFormat | None = None):
         super().__init__()
         self.layout = cast(Layout, LAYOUTS[packed.layout])
+        if input_format is not None and isinstance(self.layout, InputScalesLayout):
+            packed = self.layout.with_input(packed, input_format)
         self.out_features, self.in_features = packed.shape
         self._packed = packed
         self._spec = spec_text(packed.spec)

@@ -17,6 +17,7 @@ from .int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT
 from .invariant_linear import InvariantLinear
 from .iq2_xxs import IQ2_XXS
 from .layout import LAYOUTS, AnyLayout, Layout
+from .nvfp4_scaled import NVFP4_SCALED
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from .peers.gemlite import GemLite
 from .peers.humming import Humming
@@ -57,11 +58,12 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     CPU_EMULATED,
     GPU_DEQUANTIZED,
     # Layouts below the exact product are chosen only by a measurement or by the user: they round what should
-    # be float32, or are slower still with some number of rows, or use third-party kernels, which are checked
-    # before they are used.
+    # be float32, or are slower still with some number of rows, or were never run by us, or use third-party
+    # kernels, which are checked before they are used.
     Dequantize(),
     EMULATED,
     INT8_PORTABLE,
+    NVFP4_SCALED,
     CpuOneDnn(),
     CPU_INT4_CAST,
     CPU_INT4_FLOAT32,

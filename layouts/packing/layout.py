@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import BatchInvariance
 from ...base.registry import Registry
-from ..formats.input_format import dynamic_input
+from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.weight_format import Weight, WeightFormat
 from .routing import Routing
 
@@ -190,6 +190,15 @@ class RoundingLayout(Protocol):
 
     @property
     def rounds_inputs(self) -> bool: ...
+
+
+@runtime_checkable
+class InputScalesLayout(Protocol):
+    """A layout that rounds inputs by itself, by the scales that a layer's checkpoint has for them."""
+
+    def with_input(self, packed: PackedWeight, input_format: InputFormat) -> PackedWeight:
+        """The packed weight for inputs that are rounded so."""
+        ...
 
 
 def rounds_inputs(layout: object) -> bool:

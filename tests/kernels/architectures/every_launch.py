@@ -16,6 +16,7 @@ from scalegate.kernels.sampling.top_k import top_k
 from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.layouts.formats.weight_format import WEIGHT_FORMATS
 from scalegate.layouts.kv.format import KV_FORMATS
@@ -131,6 +132,7 @@ def problems() -> Iterator[tuple[Problem, tuple[int, ...]]]:
     for _, cls in WEIGHT_FORMATS.items():
         first, *others = cls.variants()
         others += [Int4(group_size) for group_size in (32, 64)] if cls is Int4 else []
+        others += [NVFP4(activations=True)] if cls is NVFP4 else []
         for experts in (None, EXPERTS):
             all_rows = ROWS if cls in WITH_ALL_ROWS else FEW_ROWS
             yield Problem(first, N, K, torch.bfloat16, GPU, experts), all_rows
