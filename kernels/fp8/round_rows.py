@@ -15,8 +15,8 @@ from ..device import compute_capability
 from ..triton_imports import tl, triton
 
 E4M3_MAX = tl.constexpr(448.0)
-MOST_AT_ONCE = 4096
-"""Columns that a CTA holds: it reads a longer row twice, the second time from its cache."""
+PIECE, MOST_PIECES = 4096, 16
+"""A CTA holds a row in pieces of so many columns, or in so many larger pieces."""
 FEW_ROWS = 256
 """Rows up to which CTAs have twice the warps, since a GPU has more multiprocessors than CTAs."""
 GROUP = 128
@@ -38,23 +38,26 @@ def _scale(largest):
 
 
 @triton.jit
-def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Round rows, with a CTA and a scale for each row."""
+def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr):
+    """Round rows, with a CTA and a scale for each row, which stays in registers."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        # The product behind may begin, and load its weights until this kernel has ended.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    pieces = ()
     largest = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, K, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        values = tl.load(x + row * K + column, mask=column < K, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(values))
+    for i in tl.static_range(PIECES):
+        inside = i * BLOCK + column < K
+        values = tl.load(x + row * K + i * BLOCK + column, mask=inside, other=0.0)
+        pieces = pieces + (values,)  # type: ignore[assignment]  # noqa: RUF005
+        largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
     scale = _scale(tl.max(largest, axis=0))
     tl.store(scales + row, scale)
-    for first in range(0, K, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        values = tl.load(x + row * K + column, mask=column < K, other=0.0).to(tl.float32)
-        tl.store(codes + row * K + column, _codes(values, scale), mask=column < K)
+    for i in tl.static_range(PIECES):
+        rounded = _codes(pieces[i].to(tl.float32), scale)
+        tl.store(codes + row * K + i * BLOCK + column, rounded, mask=i * BLOCK + column < K)
 
 
 @triton.jit
@@ -92,7 +95,9 @@ def round_rows(x: Tensor, in_groups: bool = False) -> tuple[Tensor, Tensor]:
             x, codes, scales, m, groups, GROUPS_AT_ONCE, GROUP, pdl, num_warps=8, launch_pdl=pdl
         )
     else:
-        block = min(MOST_AT_ONCE, triton.next_power_of_2(k))
-        warps = max(1, block // (256 if m <= FEW_ROWS else 512))
-        round_rows_kernel[(m,)](x, codes, scales, k, block, pdl, num_warps=warps, launch_pdl=pdl)
+        largest = max(PIECE, triton.next_power_of_2(triton.cdiv(k, MOST_PIECES)))
+        block = min(largest, triton.next_power_of_2(k))
+        warps = min(16, max(1, block // (256 if m <= FEW_ROWS else 512)))
+        pieces = triton.cdiv(k, block)
+        round_rows_kernel[(m,)](x, codes, scales, k, block, pieces, pdl, num_warps=warps, launch_pdl=pdl)
     return codes, scales

@@ -22,15 +22,16 @@ from ..hopper import stream_k
 from ..hopper.gemm import MAX_ROWS
 from ..hopper.packed_operand import PackedOperand
 from ..hopper.stream_k import Config, Tile
-from ..hopper.stream_k_config import Bucket, bucket_config, split_config
+from ..hopper.stream_k_config import LONG_K, Bucket, bucket_config, split_config
 from ..hopper.tile import NUM_SMS
+from ..triton_imports import triton
 from .e4m3_decoder import Int4E4M3Decoder
 
 # Tile: m, n, k_tiles, stages, slices, registers, ctas_per_sm
 BUCKETS = {
     8: Bucket(Tile(8, 64, 2, 8, 8, 80, 3), Tile(8, 64, 4, 4, 8, 128, 2), 0.6, 0),
     16: Bucket(Tile(16, 64, 2, 8, 8, 80, 3), Tile(16, 64, 4, 4, 8, 128, 2), 0.6, 0),
-    32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 5, 8, 80, 3), 0.6, 5),
+    32: Bucket(Tile(32, 64, 2, 5, 8, 80, 3), Tile(32, 64, 2, 6, 8, 128, 2), 0.6, 0),
 }
 """By the largest number of rows of x in each."""
 TILE_64X64 = Tile(64, 64, 4, 3, 8, 128, 2)
@@ -61,7 +62,10 @@ def config_for(m: int, n: int, k: int, group_size: int) -> Config:
     count = largest.num_tiles(m, n)
     if m > 128 and count >= 0.9 * NUM_SMS:
         return Config(largest, min(count, NUM_SMS))
-    tile = for_groups(TILE_64X64 if m <= 64 else TILE_128X64, group_size)
+    rows = 64 if m <= 64 else triton.cdiv(m, 128) * 128
+    all_at_once = TILE_64X64.num_tiles(rows, n) <= NUM_SMS * TILE_64X64.ctas_per_sm
+    small = m <= 64 or (all_at_once and (m <= 128 or k <= LONG_K))
+    tile = for_groups(TILE_64X64 if small else TILE_128X64, group_size)
     count, config = tile.num_tiles(m, n), split_config(tile, m, n, k)
     one_each = count <= NUM_SMS * tile.ctas_per_sm
     return Config(tile, count) if one_each and k * (1 - count / config.num_ctas) <= SPLIT_COST else config
