@@ -80,8 +80,8 @@ def compare(options: argparse.Namespace) -> None:
             engine.answer(ends)
         for convention in some:
             for turn in range(options.turns):
-                for side in SIDES if turn % 2 == 0 else reversed(SIDES):
-                    for length in options.lengths:
+                for length in options.lengths:
+                    for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                         group[convention, side].ask(f"measure {length}", ends)
             for side in SIDES:
                 group[convention, side].ask("score", ends)

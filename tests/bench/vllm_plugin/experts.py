@@ -87,23 +87,30 @@ def main() -> None:
                 pairs = zip(row["ours_us"], row["vllm_us"], strict=True)
                 ratios = " ".join(f"{ours:.0f}/{theirs:.0f}={theirs / ours:.2f}" for ours, theirs in pairs)
                 print(f"{shape.name} {convention} {dtype} {row['vllm_kernel']}: {ratios}", flush=True)
+                (options.out / "experts.json").write_text(json.dumps(rows, indent=1))
     print(f"{len(rows)} layers in {time.monotonic() - started:.0f} s; M = {MS}; us ours/vLLM = gain")
-    (options.out / "experts.json").write_text(json.dumps(rows, indent=1))
     if options.table and not options.check:
         write(options.table, rows)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The table with these rows of experts in place of those that it has; of this GPU's measurement."""
-    table = json.loads(path.read_text(encoding="utf-8"))
+    """The table with these rows of experts in place of those that it has for this GPU."""
+    import triton
+    import vllm
+
+    table = json.loads(path.read_text(encoding="utf-8"))["measurements"]
     properties = torch.cuda.get_device_properties(0)
     here = [properties.major, properties.minor], properties.multi_processor_count
-    for measurement in table["measurements"]:
+    for measurement in table:
         if (measurement["capability"], measurement["sms"]) == here:
-            linear = [row for row in measurement["rows"] if " experts, top " not in row["format"]]
-            measurement["rows"] = linear + rows
+            measurement["rows"] = [
+                row for row in measurement["rows"] if " experts, top " not in row["format"]
+            ]
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__}
+    gpu = {"gpu": properties.name, "capability": here[0], "sms": here[1], "versions": versions}
+    table = [*(each for each in table if each["rows"]), {**gpu, "rows": rows}]
     parts = []
-    for measurement in table["measurements"]:
+    for measurement in table:
         head = json.dumps({**measurement, "rows": []}).removesuffix("[]}")
         parts.append(head + "[\n" + ",\n".join(json.dumps(row) for row in measurement["rows"]) + "\n]}")
     path.write_text('{"measurements": [' + ",\n".join(parts) + "]}\n", encoding="utf-8")
