@@ -54,7 +54,7 @@ def test_each_prompt_may_have_parameters_of_its_own(llm: LLM):
     first, second = llm.generate(PROMPTS, each)
     assert (len(first.token_ids), len(second.token_ids)) == (3, 12)
     assert len(first.logprobs) == 3 and len(first.logprobs[0].top) == 2 and second.logprobs == ()
-    with pytest.raises(UserError, match="2 prompts and 1 parameters"):
+    with pytest.raises(UserError, match="2 prompts have 1 sampling parameters"):
         llm.generate(PROMPTS, [GREEDY])
 
 

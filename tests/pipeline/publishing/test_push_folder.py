@@ -90,7 +90,7 @@ def test_the_artifact_itself_is_no_target(artifact):
 
 @pytest.mark.parametrize("option", [{"private": True}, {"create_pr": True}, {"revision": "int4"}])
 def test_hub_options_mean_nothing_to_a_folder(artifact, tmp_path, option):
-    with pytest.raises(UserError, match="for the Hub"):
+    with pytest.raises(UserError, match="apply to the Hub only"):
         push(artifact, f"folder:{tmp_path / 'release'}", **option)
 
 

@@ -317,7 +317,7 @@ def test_the_folder_is_checked_and_held_before_anything_is_measured(
 def test_divergence_that_no_format_keeps_is_said_to_be_too_small(
     example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(UserError, match="--max-kl 1e-12: no layer can be quantized within it"):
+    with pytest.raises(UserError, match="--max-kl 1e-12: no layer can be quantized within this divergence"):
         few = Recipe("few", spec=G128, include=FEW)
         quantize(example_checkpoint, few, tmp_path / "o", max_kl=1e-12, **options)
 

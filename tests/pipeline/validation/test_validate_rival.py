@@ -84,5 +84,5 @@ def test_a_recipe_that_names_a_rival_wants_it_beside_the_artifact(fast: Path, tm
     manifest = Artifact.read(copy)
     manifest.recipe["rival"] = "int4-hqq-g32"
     manifest.write(copy)
-    with pytest.raises(UserError, match=r"names a rival, 'int4-hqq-g32', and .*-int4-hqq-g32 is not there"):
+    with pytest.raises(UserError, match=r"rival, 'int4-hqq-g32', but there is no folder .*-int4-hqq-g32"):
         validate(copy, progress=False)
