@@ -30,7 +30,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.conventions.convention import StoredWeight
 
-RECIPE = "int4-hqq"
+RECIPE = "int4-symmetric"
 PROMPT_LENGTHS = (3, 21, 50)
 NEW_TOKENS = 16
 NEAR_TIE = 2e-3
