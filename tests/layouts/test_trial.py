@@ -9,6 +9,7 @@ from scalegate.layouts.choosing.choose import default_layout
 from scalegate.layouts.choosing.tried import OwnKernel
 from scalegate.layouts.formats.all_formats import WEIGHT_FORMATS
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing import trial
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Experts, PackedWeight, Problem
@@ -59,11 +60,11 @@ def test_the_shape_that_is_tried_is_small_where_the_format_takes_that():
 def on_a_gpu(layout: OwnKernel) -> Problem:
     """A problem that a layout of ours does not refuse on a GPU where every kernel runs."""
     modes, experts = ("tuned", "pin"), (None, Experts(64, 8))
-    for _, weight_format in WEIGHT_FORMATS.items():
-        for spec, mode, some in product(weight_format.variants(), modes, experts):
-            asked = Problem(spec, 256, 512, torch.bfloat16, torch.device("cuda", 0), some, mode)
-            if layout.refuses(asked) is None:
-                return asked
+    specs = [spec for _, weight_format in WEIGHT_FORMATS.items() for spec in weight_format.variants()]
+    for spec, mode, some in product([*specs, NVFP4(activations=True)], modes, experts):
+        asked = Problem(spec, 256, 512, torch.bfloat16, torch.device("cuda", 0), some, mode)
+        if layout.refuses(asked) is None:
+            return asked
     raise AssertionError(f"{layout} refuses everything")
 
 
@@ -78,6 +79,8 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if isinstance(layout, OwnKernel)])
 def test_every_kernel_of_ours_is_tried_before_its_layout_serves(hopper, monkeypatch, name: str):
+    if name == "nvfp4_scaled":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     asked = on_a_gpu(LAYOUTS[name])
     monkeypatch.setattr(trial, "REASONS", {})
     monkeypatch.setattr(trial, "failure", lambda layout, asked: "does not run with Triton 9.9: no such thing")
