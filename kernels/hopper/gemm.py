@@ -61,6 +61,9 @@ def matmul(x: Tensor, weight: PackedOperand, n: int, batch_invariant: bool = Fal
     if batch_invariant:
         invariant_config.matmul(x, weight, y)
         return y
+    if m <= MAX_ROWS:  # without views, which take as long as a small launch
+        stream_k.launch(x, weight, y, stream_k_config.config_for(m, n, weight.columns))
+        return y
     for first in range(0, m, MAX_ROWS):
         rows = slice(first, first + MAX_ROWS)
         stream_k.launch(x[rows], weight, y[rows], stream_k_config.config_for(len(x[rows]), n, weight.columns))

@@ -33,7 +33,7 @@ tuples, and would compile again for new values. Triton specializes on no floatin
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -315,7 +315,13 @@ class Form(NamedTuple):
     @property
     def cache_key(self) -> str:
         """Triton's cache key, so that no compiled kernel outlives the source of a decoder."""
-        return f"{self!r}-{self.decoder.cache_key}"
+        return _cache_key(self)
+
+
+@lru_cache(maxsize=4096)
+def _cache_key(form: Form) -> str:
+    """Return `Form.cache_key`, for which Triton asks at each of its launches."""
+    return f"{form!r}-{form.decoder.cache_key}"
 
 
 @gluon.jit(
@@ -431,12 +437,30 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
     m, n = y.shape
     split = split_of(m, n, weight.columns, config)
     partials = torch.empty(split.scratch, dtype=torch.float32, device=x.device)
-    stream_k_kernel[(config.num_ctas,)](
+    form = form_of(config.tile, weight.decoder, n, config.head_iters > 0)
+    arguments = (
         *weight.descriptors(x, config.tile), weight.table,
-        y, weight.factor, partials, weight.semaphores, m, n, *split.counts, split.inverses,
-        form_of(config.tile, weight.decoder, n, config.head_iters > 0),
-        **config.tile.options(),
+        y, weight.factor, partials, weight.semaphores, m, n, *split.counts, split.inverses, form,
     )  # fmt: skip
+    grid = config.num_ctas, 1, 1
+    pointers = weight.table, y, weight.factor, weight.semaphores
+    compiled_for = form, x.dtype, x.device.index, *map(alignment, pointers)
+    compiled = COMPILED.get(compiled_for)
+    if compiled is None:
+        COMPILED[compiled_for] = stream_k_kernel[grid](*arguments, **config.tile.options())
+    else:
+        compiled[grid](*arguments)
+
+
+COMPILED: dict[tuple[object, ...], Any] = {}
+"""The compiled kernels, by everything that Triton compiles them for. Triton's own look-up takes about 0.1 ms
+of Python a launch, more than most products take on the GPU; no graph covers the products of long prompts.
+"""
+
+
+def alignment(pointer: Tensor | None) -> int | None:
+    """Return how far a tensor begins behind a multiple of 16 bytes; a kernel may be compiled for 0."""
+    return None if pointer is None else pointer.data_ptr() % 16
 
 
 class Split(NamedTuple):

@@ -1,0 +1,84 @@
+"""The stream-K kernel is compiled once for everything that Triton would compile it for."""
+
+from typing import Any
+
+import pytest
+import torch
+from scalegate.kernels.hopper import gemm, stream_k
+from scalegate.kernels.hopper.packed_operand import PackedOperand
+from scalegate.kernels.int4.decoder import Int4Decoder
+
+N, K = 128, 256
+SEMAPHORES, ROWS = 8, 9
+"""Places of arguments behind the grid."""
+
+
+class Kernel:
+    """Takes the place of the kernel, and remembers the arguments of its launches."""
+
+    def __init__(self):
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.compiled.append((grid, *arguments))
+            return Compiled(self)
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.launched.append((grid, *arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Kernel:
+    found = Kernel()
+    monkeypatch.setattr(stream_k, "stream_k_kernel", found)
+    monkeypatch.setattr(stream_k, "COMPILED", {})
+    return found
+
+
+def operand(dtype: torch.dtype, ahead: int = 0) -> PackedOperand:
+    """A weight of zeros. `ahead`: int32 numbers that lie in front of its semaphores."""
+    words = torch.zeros(N // 64, K // 64, 512, dtype=torch.int32)
+    scales = torch.zeros(K // 128, N, dtype=torch.int32)
+    semaphores = torch.zeros(1024 + ahead, dtype=torch.int32)[ahead:]
+    return PackedOperand(words, scales, semaphores, Int4Decoder(dtype == torch.float16, 128, False))
+
+
+def multiply(weight: PackedOperand, m: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    gemm.matmul(torch.zeros(m, K, dtype=dtype), weight, N)
+
+
+def test_a_second_launch_takes_the_compiled_kernel_with_its_own_arguments(kernel):
+    first, second = operand(torch.bfloat16), operand(torch.bfloat16)
+    multiply(first, 3)
+    multiply(second, 5)
+    [compiled], [launched] = kernel.compiled, kernel.launched
+    assert len(launched) == len(compiled)
+    assert compiled[SEMAPHORES] is first.semaphores and compiled[ROWS] == 3
+    assert launched[SEMAPHORES] is second.semaphores and launched[ROWS] == 5
+
+
+@pytest.mark.parametrize("what", ["tile", "dtype", "alignment"])
+def test_what_it_was_not_compiled_for_is_compiled(kernel, what):
+    multiply(operand(torch.bfloat16), 8)
+    if what == "tile":
+        multiply(operand(torch.bfloat16), 64)
+    elif what == "dtype":
+        multiply(operand(torch.float16), 8, torch.float16)
+    else:
+        multiply(operand(torch.bfloat16, ahead=1), 8)
+    assert len(kernel.compiled) == 2 and not kernel.launched
+
+
+def test_more_rows_than_a_launch_takes_are_several_launches(kernel):
+    multiply(operand(torch.bfloat16), gemm.MAX_ROWS + 1)
+    rows = [arguments[ROWS] for arguments in kernel.compiled + kernel.launched]
+    assert rows == [gemm.MAX_ROWS, 1]
