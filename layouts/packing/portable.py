@@ -76,14 +76,11 @@ class Packing(Protocol):
 class PortableLayout:
     """Multiplies by the portable kernel on one format's packed bytes."""
 
-    def __init__(
-        self,
-        packing: Packing,
-        run_on: tuple[tuple[int, int], ...] = ((9, 0),),
-        translated_for: tuple[tuple[int, int], ...] = ((8, 0), (8, 9)),
-    ):
+    run_on = ((9, 0),)
+    translated_for = ((8, 0), (8, 9))
+
+    def __init__(self, packing: Packing):
         self.packing = packing
-        self.run_on, self.translated_for = run_on, translated_for
         self.name = packing.name
         self.kernel = f"{packing.kernel_prefix}_portable_kernel"
 
@@ -230,4 +227,4 @@ class IQ2XXSPacking:
 INT4_PORTABLE = PortableLayout(Int4Packing())
 NVFP4_PORTABLE = PortableLayout(NVFP4Packing())
 INT8_PORTABLE = PortableLayout(Int8Packing())
-IQ2_XXS_PORTABLE = PortableLayout(IQ2XXSPacking(), run_on=(), translated_for=())
+IQ2_XXS_PORTABLE = PortableLayout(IQ2XXSPacking())

@@ -152,7 +152,7 @@ def test_where_hopper_kernels_refuse_the_screen_says_what_is_slow_and_what_to_in
     rows = weights(screen)["weights on cuda:0"]
     assert rows["int4 g128 zp"] == ["int4_portable‡", "unmeasured", "grouped_int4†"]
     assert rows["nvfp4"] == ["nvfp4_portable‡", "unmeasured", "grouped_nvfp4†"]
-    assert rows["iq2-xxs"] == ["iq2_portable†", "unmeasured", "grouped_dequantize† slow"]
+    assert rows["iq2-xxs"] == ["iq2_portable‡", "unmeasured", "grouped_dequantize† slow"]
     assert "needs compute capability 9.0" in output("--verbose")
     if doctor_module.installed_version("gemlite") is None:
         assert "gemlite" in next(line for line in screen.splitlines() if line.startswith("to do more"))
