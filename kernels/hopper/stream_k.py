@@ -444,7 +444,7 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
     )  # fmt: skip
     grid = config.num_ctas, 1, 1
     pointers = weight.table, y, weight.factor, weight.semaphores
-    compiled_for = form, x.dtype, x.device.index, *map(alignment, pointers)
+    compiled_for = form, x.dtype, y.dtype, x.device.index, *map(alignment, pointers)
     compiled = COMPILED.get(compiled_for)
     if compiled is None:
         COMPILED[compiled_for] = stream_k_kernel[grid](*arguments, **config.tile.options())

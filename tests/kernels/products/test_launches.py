@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from scalegate.kernels.hopper import gemm, stream_k
+from scalegate.kernels.hopper import gemm, stream_k, stream_k_config
 from scalegate.kernels.hopper.packed_operand import PackedOperand
 from scalegate.kernels.int4.decoder import Int4Decoder
 
@@ -66,11 +66,14 @@ def test_a_second_launch_takes_the_compiled_kernel_with_its_own_arguments(kernel
     assert launched[SEMAPHORES] is second.semaphores and launched[ROWS] == 5
 
 
-@pytest.mark.parametrize("what", ["tile", "dtype", "alignment"])
+@pytest.mark.parametrize("what", ["tile", "dtype", "type of y", "alignment"])
 def test_what_it_was_not_compiled_for_is_compiled(kernel, what):
     multiply(operand(torch.bfloat16), 8)
     if what == "tile":
         multiply(operand(torch.bfloat16), 64)
+    elif what == "type of y":  # as where activations are E4M3, whatever the model's type
+        x, y = torch.zeros(8, K, dtype=torch.bfloat16), torch.zeros(8, N, dtype=torch.float16)
+        stream_k.launch(x, operand(torch.bfloat16), y, stream_k_config.config_for(8, N, K))
     elif what == "dtype":
         multiply(operand(torch.float16), 8, torch.float16)
     else:
