@@ -449,7 +449,8 @@ def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
     if compiled is None:
         COMPILED[compiled_for] = stream_k_kernel[grid](*arguments, **config.tile.options())
     else:
-        compiled[grid](*arguments)
+        run = compiled[grid]
+        run(*arguments)
 
 
 COMPILED: dict[tuple[object, ...], Any] = {}
