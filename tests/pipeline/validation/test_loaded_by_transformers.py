@@ -20,6 +20,7 @@ from scalegate.pipeline.conventions.targets import first_match
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.loaded_by_transformers import why_transformers_fails
 from scalegate.pipeline.publishing.card import unread_by
+from scalegate.pipeline.publishing.vllm_kernels import VLLM_ON_A_CPU, VLLM_ON_A_GPU
 from scalegate.pipeline.records.recipe import Recipe, Rule
 from scalegate.pipeline.records.recipe_fields import NEAREST
 from scalegate.pipeline.validation.also_load import read_by_transformers
@@ -154,8 +155,9 @@ def test_what_transformers_cannot_load_is_known_beforehand(case: str, tmp_path: 
         strayed = {"it raises"}
     assert strayed
     unread = unread_by(tmp_path / "out", model_type)
-    assert unread.pop("transformers") == told and list(unread) == (
-        ["vLLM"] if model_type == "gpt_oss" else []
-    )
+    assert unread.pop("transformers") == told
+    # `test_vllm_kernels.py` has those for which vLLM has no kernel on some device.
+    everywhere = [reader for reader in unread if reader not in (VLLM_ON_A_CPU, VLLM_ON_A_GPU)]
+    assert everywhere == (["vLLM"] if model_type == "gpt_oss" else [])
     ours = load_model(tmp_path / "out", progress=False).model
     assert read_by_transformers(artifact, ours, torch.arange(3, 27)).refused == told
