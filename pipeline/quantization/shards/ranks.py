@@ -81,6 +81,9 @@ class Ranks:
             raise
         finally:
             ended.set()
+            if self.size > 1:
+                # Python aborts if it ends while a thread is inside PyTorch's store.
+                beat.join(LEAVE_SECONDS)
 
     def deal(self, what: str, steps: Sequence[T], cost: Callable[[T], int]) -> Iterator[T]:
         """Yield the steps of this process: a free process takes the most expensive step that is left.

@@ -170,3 +170,18 @@ def test_one_that_fails_ends_those_who_wait_with_its_reason_and_its_status():
 
     in_threads(fails, waits)
     assert said == [2]
+
+
+def test_no_thread_calls_the_store_once_the_job_is_left(monkeypatch: pytest.MonkeyPatch):
+    """Python aborts if it ends while a thread is inside PyTorch's store."""
+    returned = threading.Event()
+
+    def last_beat(_ranks: Ranks, ended: threading.Event) -> None:
+        ended.wait()
+        time.sleep(0.2)
+        returned.set()
+
+    monkeypatch.setattr(Ranks, "_beat", last_beat)
+    with pytest.raises(UserError), Ranks(HashStore(), 1, 2).together():
+        raise UserError("no such weight")
+    assert returned.is_set()
