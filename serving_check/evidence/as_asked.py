@@ -257,13 +257,18 @@ def _of_logprobs(record: RequestRecord, answer: Answer) -> Iterator[str]:
 
 def _of_alternatives(logprobs: Sequence[float | None], alternatives: Sequence[Alternatives]) -> Iterator[str]:
     """Check greedy tokens, each of which is among the most likely tokens."""
-    enough = sum(len(told.logprobs) >= LOGPROBS for told in alternatives)
-    # Those whose texts are equal are told as one.
+    # Tokens whose texts are equal are one here. Pieces of a character are: each is told as U+FFFD.
+    enough = sum(
+        len(told.logprobs) >= LOGPROBS or any(REPLACEMENT in (text or "") for text in told.logprobs)
+        for told in alternatives
+    )
     if enough < LEAST_WITH_ALTERNATIVES * len(logprobs):
         yield f"{LOGPROBS} alternatives are told at {enough} of {len(logprobs)} tokens"
         return
     other = sum(
-        told.chosen is not None and told.logprobs.get(told.chosen) != logprob
+        told.chosen is not None
+        and REPLACEMENT not in told.chosen
+        and told.logprobs.get(told.chosen) != logprob
         for told, logprob in zip(alternatives, logprobs, strict=False)
     )
     if other > MOST_TIED * len(logprobs):

@@ -127,6 +127,12 @@ def test_what_is_wrong_is_named(kind, fields, words):
     assert problem.startswith(f"{planned.kind}: ") and words in problem
 
 
+def test_pieces_of_characters_are_alternatives_though_their_texts_are_equal():
+    planned, output_tokens, answer = SOUND["logprobs"]
+    pieces = Alternatives("\N{REPLACEMENT CHARACTER}", {"\N{REPLACEMENT CHARACTER}": -3.0, "x": -4.0})
+    assert found(planned, output_tokens, replace(answer, alternatives=(pieces,) * 4)) == ()
+
+
 def test_prompts_of_another_length_and_short_answers_are_named():
     planned, _, answer = SOUND["greedy"]
     (problem,) = found(planned, 4, answer, prompt_tokens=1)
