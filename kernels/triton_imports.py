@@ -26,6 +26,7 @@ try:
     from triton.runtime.jit import JITFunction, constexpr_function
 
     from .triton_versions import (
+        FOUR_IN_A_ROW,
         SCALES_ON_12_1,
         WHOLE_VIEWS,
         reinterpret,
@@ -70,9 +71,10 @@ except ModuleNotFoundError as error:
     tensor_descriptor = TensorDescriptor = aggregate = triton
     gdc_launch_dependents = gdc_wait = JITFunction = constexpr_function = triton
     reinterpret = thread_barrier = tma_load = tma_store = triton
-    WHOLE_VIEWS = SCALES_ON_12_1 = False
+    WHOLE_VIEWS = SCALES_ON_12_1 = FOUR_IN_A_ROW = False
 
 __all__ = [
+    "FOUR_IN_A_ROW",
     "SCALES_ON_12_1",
     "WHOLE_VIEWS",
     "JITFunction",

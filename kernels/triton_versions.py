@@ -8,6 +8,7 @@
 | `tma_store`      | `tma.async_copy_shared_to_global` | `tma.async_store`  | `tma.async_store` |
 | `WHOLE_VIEWS`    | no                                | yes                | no                |
 | `SCALES_ON_12_1` | no                                | no                 | yes               |
+| `FOUR_IN_A_ROW`  | yes                               | no                 | no                |
 
 This module is for `triton_imports.py` alone; it is empty if Triton is not installed.
 """
@@ -40,5 +41,7 @@ else:
     that `index` gave. It is no larger than that, and with WHOLE_VIEWS just as large."""
     _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
     WHOLE_VIEWS = _VERSION == (3, 8)
+    FOUR_IN_A_ROW = _VERSION < (3, 8)
+    """Whether a lane has four columns in a row of mma.sync's operand that is decoded from words; else two."""
     SCALES_ON_12_1 = _VERSION >= (3, 9)
     """Whether `tl.dot_scaled` takes NVFP4 on compute capability 12.1."""

@@ -21,6 +21,7 @@ from ...kernels.nvfp4.packing import FACTOR
 from ...kernels.portable import int8, iq2_xxs
 from ...kernels.portable.packed_matmul import PortableOperand, matmul
 from ...kernels.portable.tiles import semaphores_of
+from ...kernels.triton_imports import FOUR_IN_A_ROW
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.int8 import Int8, Int8Weight
 from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
@@ -220,7 +221,8 @@ class IQ2XXSPacking:
         return {"words": words, "scale_words": scale_words, "factor": factor, "table": table}, {}
 
     def decoder(self, packed: PackedWeight) -> ExpertsDecoder:
-        wide = keeps_sums_in_registers(compute_capability(packed.tensors["words"].device))
+        capability = compute_capability(packed.tensors["words"].device)
+        wide = FOUR_IN_A_ROW and keeps_sums_in_registers(capability)
         return iq2_xxs.IQ2XXSExperts(half=packed.dtype == torch.float16, wide=wide)
 
 
