@@ -17,9 +17,6 @@ BatchInvariance = Literal["tuned", "pin", "per-token"]
 INVARIANCE_MODES: tuple[BatchInvariance, ...] = get_args(BatchInvariance)
 TUNED: BatchInvariance = INVARIANCE_MODES[0]
 
-FOR_INVARIANCE_ONLY = "is for --batch-invariance pin and per-token only"
-"""Why a layout that exists for batch invariance refuses in mode `tuned`."""
-
 CPU_ROWS = 16
 """Tokens in every forward pass on a CPU if serving is batch-invariant.
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight, weight_of
-from .layout import PackedWeight, Problem, Serves
+from .layout import IS_FOR, PackedWeight, Problem, Serves
 
 
 class Dequantize:
@@ -20,7 +20,7 @@ class Dequantize:
 
     def refuses(self, problem: Problem) -> str | None:
         if isinstance(problem.spec, Unquantized):
-            return "has nothing to dequantize"
+            return f"{IS_FOR} quantized weights"
         return Serves().refuses(problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:

@@ -2,8 +2,8 @@
 
 The input is rounded as the format requires, with scales in float32, and multiplied by the weight in float32.
 Hardware that multiplies these formats computes the same results, except for the order of its sums. Emulation
-reproduces the formats' quality, not their speed. Other layouts get inputs that are already rounded, in 16
-bits.
+reproduces the formats' quality, not their speed. All other layouts
+receive inputs that have already been rounded, in 16 bits.
 
     emulated      the weight as stored, dequantized again for every product; on any device
     cpu_emulated  the weight dequantized once, into twice the memory of bf16; on a CPU
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ..formats.input_format import dynamic_input
 from ..formats.weight_format import Weight, weight_of
-from .layout import PackedWeight, Problem, Serves
+from .layout import IS_FOR, PackedWeight, Problem, Serves
 
 
 class EmulatedProduct:
@@ -30,7 +30,7 @@ class EmulatedProduct:
 
     def refuses(self, problem: Problem) -> str | None:
         if dynamic_input(problem.spec) is None:
-            return "is for formats that round inputs as they come"
+            return f"{IS_FOR} formats that round inputs as they come"
         return self._serves.refuses(problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...base.batch_invariance import CPU_ROWS, FOR_INVARIANCE_ONLY, INVARIANCE_MODES, row_tiles
+from ...base.batch_invariance import CPU_ROWS, INVARIANCE_MODES, row_tiles
 from ..formats.weight_format import Weight
-from .layout import Layout, PackedWeight, Problem, Serves, emulates_inputs, rounds_inputs
+from .layout import FOR_INVARIANCE_ONLY, Layout, PackedWeight, Problem, Serves, emulates_inputs, rounds_inputs
 
 SUFFIX = "_fixed_rows"
 

@@ -18,7 +18,7 @@ from ..formats.nvfp4 import NVFP4, NVFP4Weight
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight, weight_of
 from .int4_affine import int4_of, require_int4
-from .layout import PackedWeight, Problem, Serves
+from .layout import IS_FOR, PackedWeight, Problem, Serves
 from .routing import Routing
 from .swap_ab import refuses_groups
 from .trial import trial_refusal
@@ -164,7 +164,7 @@ class GroupedDequantize:
 
     def refuses(self, problem: Problem) -> str | None:
         if isinstance(problem.spec, Unquantized):
-            return "has nothing to dequantize"
+            return f"{IS_FOR} quantized weights"
         dtypes = (*DTYPES, torch.float32)
         return _serves(None, dtypes).refuses(problem) or trial_refusal(self, problem)
 

@@ -19,7 +19,7 @@ from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.weight_format import Weight
 from .hopper import HOPPER
 from .int4_affine import int4_of, require_int4
-from .layout import PackedWeight, Problem, Serves
+from .layout import IS_FOR, PackedWeight, Problem, Serves
 from .swap_ab import refuses_groups
 from .trial import trial_refusal
 
@@ -35,7 +35,7 @@ class Int4FP8:
     def refuses(self, problem: Problem) -> str | None:
         refusal = self._serves.refuses(problem)
         if refusal is None and dynamic_input(problem.spec) != PER_TOKEN:
-            return "is for INT4 with FP8 inputs"
+            return f"{IS_FOR} INT4 with FP8 inputs"
         refusal = refusal or refuses_groups(int4_of(problem).group_size)
         if refusal is None and torch.cuda.get_device_capability(problem.device) != HOPPER:
             return "is written for compute capability 9.0 (Hopper)"

@@ -6,11 +6,11 @@ The CPU's product is in `fixed_rows.py`, the product without batch invariance in
 import torch
 from torch import Tensor
 
-from ...base.batch_invariance import FOR_INVARIANCE_ONLY, INVARIANCE_MODES
+from ...base.batch_invariance import INVARIANCE_MODES
 from ...kernels.invariant_matmul import invariant_matmul, semaphores_of
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight
-from .layout import PackedWeight, Problem, Serves
+from .layout import FOR_INVARIANCE_ONLY, PackedWeight, Problem, Serves
 from .trial import trial_refusal
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -85,6 +85,12 @@ class PackedWeight:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
+IS_FOR = "is for"
+"""How a refusal begins if the layout serves another format, kind of device or kind of layer."""
+FOR_INVARIANCE_ONLY = f"{IS_FOR} --batch-invariance pin and per-token only"
+"""Why a layout that exists for batch invariance refuses in mode `tuned`."""
+
+
 @dataclass(frozen=True)
 class Serves:
     """The part of a layout's limits that all layouts describe alike. The rest is in the layout's own
@@ -111,12 +117,12 @@ class Serves:
         """Return None if the problem meets all of these conditions, otherwise the reason in a few words."""
         if self.formats is not None and not isinstance(problem.spec, self.formats):
             taken = ", ".join(str(getattr(spec, "name", spec.__name__)) for spec in self.formats)
-            return f"takes {taken}, not {problem.spec.name}"
+            return f"{IS_FOR} {taken}, not {problem.spec.name}"
         if self.experts != (problem.experts is not None):
-            return "multiplies by experts only" if self.experts else "does not multiply by experts"
+            return f"{IS_FOR} experts only" if self.experts else f"{IS_FOR} dense layers, not for experts"
         if self.device is not None and problem.device.type != self.device:
             where = "CUDA" if self.device == "cuda" else "the CPU"
-            return f"runs on {where}, not on {problem.device.type}"
+            return f"{IS_FOR} {where}, not for {problem.device.type}"
         if self.dtypes is not None and problem.dtype not in self.dtypes:
             taken = " or ".join(map(_dtype_name, self.dtypes))
             return f"takes {taken} activations, not {_dtype_name(problem.dtype)}"
@@ -124,7 +130,7 @@ class Serves:
             return f"is not batch-invariant as {problem.batch_invariance!r} asks"
         is_emulated = problem.device.type == "cpu" and dynamic_input(problem.spec) is not None
         if is_emulated and not self.rounds_inputs:
-            return "takes rounded inputs in 16 bits, and a CPU emulates them in float32"
+            return f"{IS_FOR} rounded inputs in 16 bits; a CPU emulates them in float32"
         if self.capability is not None and torch.cuda.get_device_capability(problem.device) < self.capability:
             return f"needs compute capability {'.'.join(map(str, self.capability))}"
         return None

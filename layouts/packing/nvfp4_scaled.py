@@ -14,7 +14,7 @@ from ...kernels.triton_imports import SCALES_ON_12_1
 from ..formats.input_format import InputFormat
 from ..formats.nvfp4 import EXAMPLE_SCALE, NVFP4, NVFP4Input, NVFP4Weight
 from ..formats.weight_format import Weight
-from .layout import PackedWeight, Problem, Serves
+from .layout import IS_FOR, PackedWeight, Problem, Serves
 from .trial import trial_refusal
 
 CAPABILITIES = ((10, 0), (12, 0), (12, 1))
@@ -31,7 +31,7 @@ class NVFP4Scaled:
     def refuses(self, problem: Problem) -> str | None:
         refusal = SERVES.refuses(problem) or problem.spec.refuses(problem.n, problem.k)
         if refusal is None and not (isinstance(problem.spec, NVFP4) and problem.spec.activations):
-            return "multiplies NVFP4 by NVFP4, and these inputs are not quantized"
+            return f"{IS_FOR} NVFP4 with NVFP4 inputs"
         capability = torch.cuda.get_device_capability(problem.device) if refusal is None else None
         if refusal is None and capability not in CAPABILITIES:
             return "is written for compute capability 10.0, 12.0 and 12.1 (Blackwell)"

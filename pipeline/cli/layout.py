@@ -5,7 +5,7 @@ import json
 import click
 
 from ...base.errors import UserError
-from ...base.log import logger
+from ...base.log import is_verbose, logger
 from ...serving_check.engine.options import DTYPES
 
 
@@ -66,7 +66,8 @@ def command(
     M is the batch size. Each layout is compared with the unquantized product on each distinct layer shape, at
     every M. Each KV format is compared with unquantized keys and values, at every M and several context
     lengths. The layout plan is written into ARTIFACT's scalegate.json, where `pipeline serve` and `pipeline
-    validate` read it. Measurements are cached in ~/.cache/scalegate; set SCALEGATE_CACHE to use another
+    validate` read it. With --verbose, the table also names the layouts for other formats, devices and kinds
+    of layers. Measurements are cached in ~/.cache/scalegate; set SCALEGATE_CACHE to use another
     directory.
 
     \b
@@ -99,6 +100,6 @@ def command(
         click.echo(json.dumps(result.plan.to_json() | more, indent=2))
         logger.info(result.note)
     else:
-        weights = layout_table(result.plan, result.tried) if result.plan.choices else ""
+        weights = layout_table(result.plan, result.tried, is_verbose()) if result.plan.choices else ""
         click.echo("\n\n".join(filter(None, (weights, kv_table(result.plan)))))
         click.echo(f"\n{result.note}")

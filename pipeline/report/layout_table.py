@@ -9,23 +9,26 @@ from ...layouts.choosing.choose import LOSS_BOUND
 from ...layouts.choosing.explain import explain_slow_layout
 from ...layouts.choosing.plan import LayoutPlan, Measurement, ShapeChoice
 from ...layouts.choosing.tried import Tried
+from ...layouts.packing.layout import IS_FOR
 
 PICKED, BEST = ">", "*"
 NAME_WIDTH = 22
 CELL_WIDTH = 14
 
 
-def layout_table(plan: LayoutPlan, tried: Mapping[str, Tried]) -> str:
-    """Return the whole plan, one block for each shape, and a word on every shape that is slow.
+def layout_table(plan: LayoutPlan, tried: Mapping[str, Tried], every_refusal: bool = False) -> str:
+    """Return the whole plan, one block for each shape, and a sentence about each slow shape.
 
-    tried: of our own layouts, how their kernels were tried on such a GPU
+    tried:         for each of our own layouts, how its kernel was tried on such a GPU
+    every_refusal: show each layout that was not measured; otherwise layouts for other formats, devices and
+                   kinds of layers are left out
     """
     lines = [
         f"Layouts on {plan.device}: microseconds a product, and speed as a multiple of the unquantized one",
         f"({PICKED} picked, {BEST} quickest at that M)",
     ]
     for choice in plan.choices:
-        lines += ["", *_block(choice)]
+        lines += ["", *_block(choice, every_refusal)]
     if tried:
         lines += ["", "How our own kernels were tried on such a GPU before:"]
         lines += [f"  {name}: {how}" for name, how in tried.items()]
@@ -36,7 +39,7 @@ def layout_table(plan: LayoutPlan, tried: Mapping[str, Tried]) -> str:
     return "\n".join(lines)
 
 
-def _block(choice: ShapeChoice) -> list[str]:
+def _block(choice: ShapeChoice, every_refusal: bool) -> list[str]:
     ms = sorted({measurement.m for measurement in choice.measurements})
     kinds = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in choice.modules))
     lines = [
@@ -52,7 +55,9 @@ def _block(choice: ShapeChoice) -> list[str]:
         curve = choice.curve(layout)
         cells = [_cell(curve[m], best[m] is curve[m]) if m in curve else "" for m in ms]
         lines.append(_row(PICKED if layout == choice.layout else " ", layout, cells))
-    lines += [f"    {layout}: not measured, {reason}" for layout, reason in choice.refusals.items()]
+    for layout, reason in choice.refusals.items():
+        if every_refusal or not reason.startswith(IS_FOR):
+            lines.append(f"    {layout}: not measured, {reason}")
     lines.append(f"  {choice.layout}: {choice.reason}")
     return lines
 

@@ -310,12 +310,12 @@ def test_a_forced_layout_of_dense_layers_leaves_experts_to_be_chosen():
     plan = choose(layers, (1,), force="dequantize_per_expert", progress=False)
     assert [choice.forced for choice in plan.choices] == [False, True]
     assert plan.choices[1].layout == "dequantize_per_expert"
-    with pytest.raises(UserError, match="multiplies by experts only"):
+    with pytest.raises(UserError, match="is for experts only"):
         choose({"up": problem()}, (1,), force="dequantize_per_expert", progress=False)
 
 
 def test_a_layout_that_cannot_serve_cannot_be_forced():
-    with pytest.raises(UserError, match=r"'tinygemm' does not serve layer \(.*64x128.*\): runs on CUDA"):
+    with pytest.raises(UserError, match=r"'tinygemm' does not serve layer \(.*64x128.*\): is for CUDA"):
         choose({"layer": problem()}, (1,), force="tinygemm", progress=False)
     with pytest.raises(UserError, match=r"unknown layout 'marlin'; choose one of: .*dequantize"):
         choose({"layer": problem()}, (1,), force="marlin", progress=False)

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from scalegate.layouts.formats.unquantized import Unquantized, UnquantizedWeight
 from scalegate.layouts.formats.weight_format import Weight
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.packing.all_layouts import LAYOUTS
-from scalegate.layouts.packing.layout import Experts, Problem
+from scalegate.layouts.packing.layout import IS_FOR, Experts, Problem
 from scalegate.tests.rounding_bounds import CASTING_BOUND, product_bound
 
 GEMLITE_SLACK = 2.0
@@ -184,7 +185,7 @@ def test_a_quantized_layer_takes_a_quarter_of_the_memory():
 
 def test_layouts_refuse_what_they_cannot_serve_and_say_why():
     on_cpu = Problem(NVFP4(), 64, 64, torch.bfloat16, torch.device("cpu"))
-    assert "takes int4" in (LAYOUTS["cpu_int4"].refuses(on_cpu) or "")
+    assert "is for int4" in (LAYOUTS["cpu_int4"].refuses(on_cpu) or "")
     int4_on_cpu = Problem(Int4(64), 64, 64, torch.bfloat16, torch.device("cpu"))
     assert "CUDA" in (LAYOUTS["tinygemm"].refuses(int4_on_cpu) or "")
     assert "experts" in (LAYOUTS["cpu_int4"].refuses(replace(int4_on_cpu, experts=Experts(4, 2))) or "")
@@ -193,6 +194,24 @@ def test_layouts_refuse_what_they_cannot_serve_and_say_why():
     assert "48" in (LAYOUTS["cpu_int4"].refuses(odd) or "")
     with pytest.raises(TypeError, match="packs Int4Weight"):
         LAYOUTS["cpu_int4"].pack(random_weight(on_cpu), torch.bfloat16)
+
+
+def test_what_a_layout_is_for_does_not_depend_on_shape_or_dtype():
+    """`pipeline layout` does not name layouts whose refusal says what they are for: no shape changes that."""
+    refused_for_shape = set()
+    for (name, layout), spec in product(
+        LAYOUTS.items(), (Int4(64), Int4(48), NVFP4(), Int8(32), Unquantized())
+    ):
+        sizes = [(n, k) for n, k in ((64, 192), (17, 960), (4096, 4096)) if spec.refuses(n, k) is None]
+        refusals = {
+            layout.refuses(Problem(spec, n, k, dtype, torch.device("cpu"))) or ""
+            for (n, k), dtype in product(sizes, DTYPES)
+        }
+        kinds = {refusal for refusal in refusals if refusal.startswith(IS_FOR)}
+        assert not kinds or kinds == refusals, (name, spec)
+        if kinds != refusals and refusals != {""}:
+            refused_for_shape.add(name)
+    assert {"cpu_int4", "cpu_int4_cast"} <= refused_for_shape
 
 
 def test_a_kernel_package_that_is_absent_is_named_with_its_installation():

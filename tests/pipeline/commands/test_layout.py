@@ -159,6 +159,19 @@ def test_the_table_says_how_our_kernels_were_tried_on_such_a_gpu(monkeypatch):
     assert "  int4_portable: run through translation" in layout_table(plan, tried).splitlines()
 
 
+def test_the_table_names_the_layouts_that_could_serve_this_format_here(artifact):
+    """The other layouts, for other formats and devices, are named with --verbose and in JSON."""
+    usual, verbose = run(artifact, "--m", "1"), run(artifact, "--m", "1", "--verbose")
+    refusals = json.loads(run(artifact, "--m", "1", "--json").stdout)["choices"][0]["refusals"]
+    for name, reason in refusals.items():
+        line = f"    {name}: not measured, {reason}\n"
+        assert line in verbose.stdout
+        assert (line in usual.stdout) == (not reason.startswith("is for"))
+    assert "    cpu_int4_cast: not measured, takes float16 or float32 activations" in usual.stdout
+    assert len(usual.stdout.splitlines()) < SHAPES * 12
+    assert len(verbose.stdout.splitlines()) > SHAPES * 40
+
+
 def test_a_checkpoint_that_is_not_ours_is_measured_and_left_alone(artifact):
     (artifact / MANIFEST_NAME).unlink()
     before = {path: path.stat().st_mtime_ns for path in artifact.iterdir()}
