@@ -1,8 +1,10 @@
-"""Rounds activations to E4M3 with scales of their own, as `layouts/formats/e4m3.py` defines it; Triton.
+"""Rounds activations to E4M3, with scales of their own or a given one, as `layouts/formats/e4m3.py` defines
+it; Triton.
 
     x       [M, K]    bf16 or fp16, rows contiguous
     codes   [M, K]    float8_e4m3fn
-    scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by 448
+    scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by 448; or the
+                      given scale in every row
 
 The bits are those of the definition on a CPU: both divisions are rounded as IEEE says. A call takes 3 M K
 bytes, all but M K of them in L2 if x was just written.
@@ -38,8 +40,11 @@ def _scale(largest):
 
 
 @triton.jit
-def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr):
-    """Round rows, with a CTA and a scale for each row, which stays in registers."""
+def round_rows_kernel(
+    x, codes, scales, given, K,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Round rows; a row has a CTA, in whose registers it stays, and a scale of its own or the GIVEN one."""
     if PDL:
         # The product behind may begin, and load its weights until this kernel has ended.
         tl.extra.cuda.gdc_launch_dependents()
@@ -53,7 +58,7 @@ def round_rows_kernel(x, codes, scales, K, BLOCK: tl.constexpr, PIECES: tl.const
         values = tl.load(x + row * K + i * BLOCK + column, mask=inside, other=0.0)
         pieces = pieces + (values,)  # type: ignore[assignment]  # noqa: RUF005
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
-    scale = _scale(tl.max(largest, axis=0))
+    scale = tl.load(given) if GIVEN else _scale(tl.max(largest, axis=0))
     tl.store(scales + row, scale)
     for i in tl.static_range(PIECES):
         rounded = _codes(pieces[i].to(tl.float32), scale)
@@ -77,10 +82,11 @@ def round_groups_kernel(
     tl.store(codes + at, _codes(values, scale[:, None]), mask=inside)
 
 
-def round_rows(x: Tensor, in_groups: bool = False) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, in_groups: bool = False, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return codes and scales of x; the file's docstring describes the tensors.
 
     in_groups: every 128 columns of a row have a scale of their own; else the row has one
+    scale: fp32 [1], the scale of all rows; None if each has its own
     """
     m, k = x.shape
     groups = k // GROUP if in_groups else 1
@@ -99,5 +105,8 @@ def round_rows(x: Tensor, in_groups: bool = False) -> tuple[Tensor, Tensor]:
         block = min(largest, triton.next_power_of_2(k))
         warps = min(16, max(1, block // (256 if m <= FEW_ROWS else 512)))
         pieces = triton.cdiv(k, block)
-        round_rows_kernel[(m,)](x, codes, scales, k, block, pieces, pdl, num_warps=warps, launch_pdl=pdl)
+        round_rows_kernel[(m,)](
+            x, codes, scales, x if scale is None else scale, k, block, pieces, scale is not None, pdl,
+            num_warps=warps, launch_pdl=pdl,
+        )  # fmt: skip
     return codes, scales

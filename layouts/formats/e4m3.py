@@ -1,4 +1,4 @@
-"""E4M3, the eight-bit float of FP8 formats, and inputs that are rounded to it token by token while serving.
+"""E4M3, the eight-bit float of FP8 formats, and inputs that are rounded to it while serving.
 
 A number has three bits of mantissa, values reach ±448, and there is no infinity. Rounding errs by at most
 2^-4 of a value, and by 2^-10 times the scale among subnormals.
@@ -6,12 +6,14 @@ A number has three bits of mantissa, values reach ±448, and there is no infinit
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+HARDWARE = "NVIDIA GPUs of compute capability 8.9 or higher"
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,11 @@ class E4M3Input:
     """
 
     group_size: int | None = None
-    hardware: str = field(default="NVIDIA GPUs of compute capability 8.9 or higher", compare=False)
+    hardware: str = field(default=HARDWARE, compare=False)
 
     @property
     def label(self) -> str:
-        return "FP8" if self.group_size is None else f"FP8, a scale for {self.group_size} inputs"
+        return "FP8" if self.group_size is None else f"FP8 in groups of {self.group_size}"
 
     def codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return E4M3 codes [..., K] of x [..., K], and the fp32 scales [..., groups] that multiply the
@@ -53,6 +55,30 @@ class E4M3Input:
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "E4M3Input":
         return self
+
+
+@dataclass(frozen=True)
+class E4M3StaticInput:
+    """Rounds inputs to E4M3 with one scale, which calibration found; larger inputs become the largest code.
+
+    scale: fp32 scalar, a multiplier (compressed-tensors: strategy `tensor`, `dynamic: false`)
+    """
+
+    label: ClassVar[str] = "statically scaled FP8"
+    hardware: ClassVar[str] = HARDWARE
+
+    scale: Tensor
+
+    def round(self, x: Tensor) -> Tensor:
+        """Round x [..., K] in x's dtype: exactly, if the scale is a power of two."""
+        codes = (x.float() / self.scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        return (codes.float() * self.scale).to(x.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "E4M3StaticInput":
+        return E4M3StaticInput(tensors["scale"])
 
 
 BLOCK = 128

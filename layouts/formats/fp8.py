@@ -6,35 +6,56 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .e4m3 import BLOCK, E4M3, PER_BLOCK, PER_TOKEN, E4M3Input
+from .e4m3 import BLOCK, E4M3, PER_BLOCK, PER_TOKEN, E4M3Input, E4M3StaticInput
 from .weight_format import WEIGHT_FORMATS, Weight
 
 ROW, TENSOR, BLOCKS = "row", "tensor", "block"
 SCALES = (ROW, TENSOR, BLOCKS)
+DYNAMIC, STATIC = "dynamic", "static"
 SCALE_BITS, BLOCK_SCALE_BITS = 16, 32
+EXAMPLE_SCALE = 2.0**-6
+"""The scale of inputs that a layout is measured with, which are standard normal."""
 
 
 @dataclass(frozen=True)
 class FP8:
-    """FP8 with its parameter. A layer's inputs are rounded too, with scales computed while serving."""
+    """FP8 with its parameters. A layer's inputs are rounded too."""
 
     name: ClassVar[str] = "fp8"
 
     scale: str = ROW
     """What shares a scale: a `row`; the whole `tensor`, including all weights merged with it; or a `block` of
     128 rows and 128 columns as in DeepSeek-V3, in which case inputs have a scale for every 128 channels."""
+    activations: str = DYNAMIC
+    """Where the scales of inputs come from: `dynamic`, computed while serving; `static`, one scale for all
+    inputs of a layer, found on a calibration text."""
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ValueError(f"`scale` is one of {', '.join(SCALES)}; not {self.scale!r}")
+        if self.activations not in (DYNAMIC, STATIC):
+            raise ValueError(f"`activations` is {DYNAMIC} or {STATIC}; not {self.activations!r}")
+        if self.is_static and self.scale == BLOCKS:
+            raise ValueError(f"`activations: {STATIC}` needs `scale: {TENSOR}` or `scale: {ROW}`")
+
+    @property
+    def is_static(self) -> bool:
+        return self.activations == STATIC
 
     @property
     def shared(self) -> tuple[str, ...]:
         return ("scale",) if self.scale == TENSOR else ()
 
     @property
-    def dynamic_input(self) -> E4M3Input:
+    def dynamic_input(self) -> E4M3Input | None:
+        if self.is_static:
+            return None
         return PER_BLOCK if self.scale == BLOCKS else PER_TOKEN
+
+    @property
+    def example_input(self) -> E4M3StaticInput | None:
+        """How inputs are rounded while layouts are measured; a checkpoint has a scale for each layer."""
+        return E4M3StaticInput(torch.tensor(EXAMPLE_SCALE)) if self.is_static else None
 
     @property
     def column_multiple(self) -> int:
@@ -48,11 +69,12 @@ class FP8:
     def label(self) -> str:
         if self.scale == BLOCKS:
             return f"FP8, blocks of {BLOCK}x{BLOCK}, inputs too (a scale for {BLOCK})"
-        return f"FP8, a scale a {self.scale}, inputs too (a scale a token)"
+        of_inputs = "a calibrated scale" if self.is_static else "a scale a token"
+        return f"FP8, a scale a {self.scale}, inputs too ({of_inputs})"
 
     @property
     def key(self) -> str:
-        return f"fp8 {self.scale}"
+        return f"fp8 {self.scale} {STATIC}" if self.is_static else f"fp8 {self.scale}"
 
     @property
     def weight_class(self) -> "type[FP8Weight]":

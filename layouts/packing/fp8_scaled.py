@@ -1,4 +1,5 @@
-"""FP8 on GPUs that multiply E4M3: inputs are rounded token by token, then multiplied as codes.
+"""FP8 on GPUs that multiply E4M3: inputs are rounded, token by token or by one scale, then multiplied as
+codes.
 
     fp8_scaled            our kernel (`kernels/fp8/matmul.py`) with few rows, torch's with many
     fp8_scaled_invariant  our kernel alone: sums have one order at any number of rows
@@ -7,6 +8,7 @@ The bytes are the checkpoint's own. The CPU emulates FP8 instead (`emulated.py`)
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,8 +17,9 @@ from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
 from ...kernels.fp8.matmul import matmul
 from ...kernels.fp8.round_rows import round_rows
 from ...kernels.fp8.tiles import semaphores_of
-from ..formats.e4m3 import BLOCK
+from ..formats.e4m3 import BLOCK, E4M3StaticInput
 from ..formats.fp8 import FP8, FP8Weight
+from ..formats.input_format import InputFormat, example_input
 from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 from .trial import trial_refusal
@@ -63,12 +66,21 @@ class FP8Scaled:
         blocks = _blocks_of(tensors["scale"]) if self._scaled_mm else None
         if blocks is not None:
             tensors["blocks"] = blocks
-        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors)
+        packed = PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors)
+        example = example_input(weight.spec)
+        return packed if example is None else self.with_input(packed, example)
+
+    def with_input(self, packed: PackedWeight, input_format: InputFormat) -> PackedWeight:
+        """The weight for inputs that are rounded so: with a scale of their own, if it is static."""
+        if not isinstance(input_format, E4M3StaticInput):
+            return packed
+        of_input = input_format.scale.float().to(packed.tensors["codes"].device).reshape(1)
+        return replace(packed, tensors={**packed.tensors, "input_scale": of_input})
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         codes, scale, semaphores = (packed.tensors[name] for name in ("codes", "scale", "semaphores"))
         in_blocks = scale.shape[0] > 1
-        inputs, input_scale = round_rows(x, in_blocks)
+        inputs, input_scale = round_rows(x, in_blocks, packed.tensors.get("input_scale"))
         many = packed.tensors.get("blocks") if in_blocks else scale
         if self._scaled_mm and many is not None and _suits_scaled_mm(x, codes):
             return torch._scaled_mm(

@@ -14,20 +14,27 @@ import torch
 from torch import Tensor
 
 from ...base.errors import UserError
-from ...layouts.formats.e4m3 import BLOCK, E4M3
-from ...layouts.formats.fp8 import BLOCKS, FP8, FP8Weight, to_blocks, to_rows
+from ...layouts.formats.e4m3 import BLOCK, E4M3, PER_BLOCK, E4M3StaticInput
+from ...layouts.formats.fp8 import BLOCKS, FP8, ROW, FP8Weight, to_blocks, to_rows
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.float_source import FLOAT8, describe_float8, names_of_float8, read_rows, refuse_unreadable
 from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
-from .stored import FLOAT_DTYPES, not_converted, refuse_shape, require_tensor
+from .stored import (
+    FLOAT_DTYPES,
+    not_converted,
+    positive_scalar,
+    refuse_shape,
+    require_tensor,
+    scalar_shape,
+)
 
 METHOD = "fp8"
 METHODS = (METHOD, "fbgemm_fp8")
 PACKED_DTYPES = (torch.int8, torch.uint8)
-WEIGHT, SCALE_OF_BLOCKS = ".weight", ".weight_scale_inv"
+WEIGHT, SCALE, SCALE_OF_BLOCKS, INPUT_SCALE = ".weight", ".weight_scale", ".weight_scale_inv", ".input_scale"
 SECTION = {
     "quant_method": METHOD,
     "fmt": "e4m3",
@@ -92,7 +99,39 @@ def stored_blocks(checkpoint: Checkpoint, module: str, suffix: str) -> StoredWei
     def read() -> FP8Weight:
         return FP8Weight(spec, checkpoint.read(name), to_rows(checkpoint.read(scale_name), n))
 
-    return StoredWeight(module, (n, k), spec, (name, scale_name), read, lambda: spec.dynamic_input)
+    return StoredWeight(module, (n, k), spec, (name, scale_name), read, lambda: PER_BLOCK)
+
+
+def stored_rows(checkpoint: Checkpoint, module: str, spec: FP8) -> StoredWeight:
+    """Return the released weight of `module`, which has a scale for each row, [N, 1] or [N], or one scale.
+
+    If `spec` is static, all inputs of the layer have one scale too.
+    """
+    name, scale_name, input_scale = module + WEIGHT, module + SCALE, module + INPUT_SCALE
+    n, k = require_tensor(checkpoint, name, (E4M3,)).shape
+    shape = (n, 1) if spec.scale == ROW else ()
+    if tuple(require_tensor(checkpoint, scale_name, FLOAT_DTYPES).shape) != (n,) and shape:
+        require_tensor(checkpoint, scale_name, FLOAT_DTYPES, shape)
+    scalars = [*([] if shape else [scale_name]), *([input_scale] if spec.is_static else [])]
+    for scalar in scalars:
+        require_tensor(checkpoint, scalar, FLOAT_DTYPES)
+        scalar_shape(checkpoint, scalar)
+
+    def read() -> FP8Weight:
+        return FP8Weight(spec, checkpoint.read(name), checkpoint.read(scale_name).reshape(shape))
+
+    def read_input() -> InputFormat:
+        return spec.dynamic_input or E4M3StaticInput(positive_scalar(checkpoint, input_scale))
+
+    names = dict.fromkeys([name, scale_name, *scalars])
+    return StoredWeight(module, (n, k), spec, tuple(names), read, read_input, tuple(scalars))
+
+
+def input_scale_of(module: str, inputs: InputFormat | None) -> Tensor:
+    """Return the fp32 scalar that is written for a layer with a calibrated scale of its inputs."""
+    if not isinstance(inputs, E4M3StaticInput):
+        raise ValueError(f"{module}: no calibrated scale of its inputs, but {inputs}")
+    return inputs.scale.float()
 
 
 def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:

@@ -1,7 +1,8 @@
-"""ModelOpt: NVFP4 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json and in a
-second file.
+"""ModelOpt: NVFP4 and FP8 checkpoints as NVIDIA's Model Optimizer exports them, declared in config.json and
+in a second file.
 
 `W4A16_NVFP4` and `NVFP4` store the weights in the same way; `NVFP4` quantizes activations as well.
+`modelopt_fp8.py` has the algorithms for FP8.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
+from ...layouts.formats.fp8 import FP8Weight
 from ...layouts.formats.input_format import InputFormat
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
 from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
-from .fp8 import float8_modules
+from .modelopt_fp8 import ALGORITHMS as FP8_ALGORITHMS
+from .modelopt_fp8 import GROUPS as FP8_GROUPS
+from .modelopt_fp8 import algorithm_of, is_served, stored_modules, tensors_of
 from .nvfp4_tensors import NVFP4Tensors
 from .stored import require_tensor
 from .targets import LINEAR, matches_wildcard
@@ -30,8 +34,12 @@ PRODUCER = {"name": METHOD, "version": "0.47.0"}
 INSTEAD = "export compressed-tensors"
 WITH_ACTIVATIONS, WEIGHTS_ONLY = "NVFP4", "W4A16_NVFP4"
 ALGORITHMS = (WITH_ACTIVATIONS, WEIGHTS_ONLY)
-FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_PER_CHANNEL_PER_TOKEN")
-"""ModelOpt's names for FP8 with one scale a tensor, a block or a row."""
+FOUR_BITS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE}
+GROUPS = FP8_GROUPS | {
+    WITH_ACTIVATIONS: {"input_activations": FOUR_BITS, "weights": FOUR_BITS},
+    WEIGHTS_ONLY: {"weights": FOUR_BITS},
+}
+"""The config group of each algorithm that is written."""
 KV_ALGORITHMS = {"fp8": "FP8", "nvfp4": "NVFP4"}
 """ModelOpt's names for our KV formats."""
 KV_BITS = {"fp8": 8, "nvfp4": 4}
@@ -56,7 +64,7 @@ class ModelOpt(ExportDefaults):
         if algorithm is None and stored_kv_cache(config) is not None:
             return {}
         if algorithm in FP8_ALGORITHMS:
-            return float8_modules(checkpoint)
+            return stored_modules(checkpoint, algorithm)
         if algorithm not in ALGORITHMS:
             raise UserError(
                 f"{checkpoint.source}: ModelOpt quant_algo {algorithm!r} is not read; "
@@ -79,7 +87,8 @@ class ModelOpt(ExportDefaults):
         return stored
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
-        is_read = _declaration(checkpoint).get("quant_algo") in ALGORITHMS
+        algorithm = _declaration(checkpoint).get("quant_algo")
+        is_read = algorithm in ALGORITHMS or is_served(checkpoint, algorithm)
         return is_read and self.excludes(checkpoint, module) is None
 
     def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
@@ -87,11 +96,13 @@ class ModelOpt(ExportDefaults):
         return next((pattern for pattern in patterns if matches_wildcard(pattern, module)), None)
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
-        if not isinstance(spec, NVFP4):
-            return f"ModelOpt's form is written in {NVFP4.name} only, not in {spec.name}; {INSTEAD}"
+        if not isinstance(spec, NVFP4) and algorithm_of(spec) is None:
+            return f"ModelOpt has no form for {spec.label}; {INSTEAD}"
         return f"ModelOpt's form holds no embeddings; {INSTEAD}" if is_embedding else None
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
+        if isinstance(weight, FP8Weight):
+            return tensors_of(module, weight, inputs)
         if not isinstance(weight, NVFP4Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec, module)}")
         return TENSORS.written(module, weight, inputs)
@@ -99,23 +110,19 @@ class ModelOpt(ExportDefaults):
     def quantization_config(
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        form = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP_SIZE}
-        rounds = {isinstance(spec, NVFP4) and spec.activations for spec in specs.values()}
-        if len(rounds) > 1:
+        algorithms = list(dict.fromkeys(map(_algorithm, specs.values())))
+        if len(algorithms) > 1:
             raise UserError(
-                "a ModelOpt checkpoint has one algorithm for all layers, but this recipe quantizes the "
-                f"inputs of some layers only; {INSTEAD}"
+                "a ModelOpt checkpoint has one algorithm for all layers, but this recipe needs "
+                f"{' and '.join(algorithms)}; {INSTEAD}"
             )
-        if not rounds:
+        if not algorithms:
             # Keys and values alone: `kv_cache` says how.
             return {"ignore": [], "quant_algo": None, "producer": PRODUCER, "quant_method": METHOD}
-        group = {"weights": form, "targets": [LINEAR]}
-        if rounds == {True}:
-            group = {"input_activations": form, **group}
         return {
-            "config_groups": {"group_0": group},
+            "config_groups": {"group_0": GROUPS[algorithms[0]] | {"targets": [LINEAR]}},
             "ignore": list(ignore),
-            "quant_algo": WITH_ACTIVATIONS if rounds == {True} else WEIGHTS_ONLY,
+            "quant_algo": algorithms[0],
             "producer": PRODUCER,
             "quant_method": METHOD,
         }
@@ -125,7 +132,7 @@ class ModelOpt(ExportDefaults):
         section = {
             "quant_algo": config["quant_algo"],
             "kv_cache_quant_algo": KV_ALGORITHMS.get(stored_kv_cache(config) or ""),
-            "group_size": GROUP_SIZE if config["quant_algo"] else None,
+            "group_size": GROUP_SIZE if config["quant_algo"] in ALGORITHMS else None,
             "exclude_modules": config["ignore"],
         }
         return {SIDECAR: {"producer": config["producer"], "quantization": section}}
@@ -152,6 +159,15 @@ def stored_kv_cache(config: Mapping[str, Any]) -> str | None:
         if algorithm == KV_ALGORITHMS[name] or (is_scheme and not scheme.get("dynamic")):
             return name
     return None
+
+
+def _algorithm(spec: WeightFormat) -> str:
+    if isinstance(spec, NVFP4):
+        return WITH_ACTIVATIONS if spec.activations else WEIGHTS_ONLY
+    named = algorithm_of(spec)
+    if named is None:
+        raise ValueError(f"ModelOpt has no algorithm for {spec.label}")
+    return named
 
 
 def _excluded(config: Mapping[str, Any]) -> list[str]:

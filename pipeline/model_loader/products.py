@@ -153,11 +153,8 @@ def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:
 
 
 def _dense_kind(checkpoint: Checkpoint, stored: StoredWeight, linear: nn.Module) -> object:
-    """Return the properties that merged linear layers must share. A layer whose input is rounded with its own
-    scales is not merged.
-    """
-    alone = stored.module if stored.read_input is not None and stored.read_input().tensors() else None
-    return _kind(checkpoint, stored), getattr(linear, "bias", None) is None, alone
+    """Return the properties that merged linear layers must share."""
+    return _kind(checkpoint, stored), getattr(linear, "bias", None) is None
 
 
 def _experts_products(

@@ -1,8 +1,9 @@
 """FP8 in compressed-tensors, `float-quantized`: E4M3 weights, with inputs rounded to E4M3 while serving.
 
 The tensors are `weight` float8_e4m3fn [N, K] and `weight_scale`, a multiplier: [N, 1] (strategy `channel`),
-[1] (`tensor`) or [ceil(N/128), K/128] (`block`, with which inputs have a scale for every 128). A source in
-this form is dequantized to 16 bits.
+[1] (`tensor`) or [ceil(N/128), K/128] (`block`, with which inputs have a scale for every 128); and
+`input_scale` [1], a multiplier, if the inputs' scale is static. A source in this form is dequantized to 16
+bits.
 """
 
 from collections.abc import Mapping
@@ -11,14 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from ....layouts.formats.e4m3 import BLOCK, E4M3
-from ....layouts.formats.fp8 import BLOCKS, FP8, ROW, TENSOR, FP8Weight, to_blocks
+from ....layouts.formats.fp8 import BLOCKS, DYNAMIC, FP8, ROW, STATIC, TENSOR, FP8Weight, to_blocks
 from ....layouts.formats.input_format import InputFormat
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import StoredWeight
-from ..fp8 import stored_blocks, stored_float8
-from ..stored import FLOAT_DTYPES, require_tensor, scalar_shape
-from .scheme import EIGHT_BITS, FP8_PER_BLOCK, FP8_PER_TOKEN, SCHEMES, rounds_to_fp8
+from ..fp8 import INPUT_SCALE, input_scale_of, stored_blocks, stored_float8, stored_rows
+from .scheme import EIGHT_BITS, FP8_PER_BLOCK, FP8_PER_TOKEN, FP8_STATIC, SCHEMES, rounds_to_fp8
 
 SCALE = ".weight_scale"
 STRATEGIES = {ROW: "channel", TENSOR: "tensor", BLOCKS: "block"}
@@ -43,22 +43,9 @@ class FloatQuantized:
             return stored_float8(checkpoint, module)
         if _is_in_blocks(group):
             return stored_blocks(checkpoint, module, SCALE)
-        name, scale_name = module + self.suffix, module + SCALE
-        n, k = require_tensor(checkpoint, name, (E4M3,)).shape
         is_row = group["weights"]["strategy"] == STRATEGIES[ROW]
-        spec = FP8(ROW if is_row else TENSOR)
-        require_tensor(checkpoint, scale_name, FLOAT_DTYPES, (n, 1) if is_row else None)
-        if not is_row:
-            scalar_shape(checkpoint, scale_name)
-
-        def read() -> FP8Weight:
-            scale = checkpoint.read(scale_name)
-            return FP8Weight(spec, checkpoint.read(name), scale if is_row else scale.reshape(()))
-
-        shared = () if is_row else (scale_name,)
-        return StoredWeight(
-            module, (n, k), spec, (name, scale_name), read, lambda: spec.dynamic_input, shared
-        )
+        spec = FP8(ROW if is_row else TENSOR, STATIC if _is_static(group) else DYNAMIC)
+        return stored_rows(checkpoint, module, spec)
 
     def refuses(self, spec: WeightFormat) -> str | None:
         return None if isinstance(spec, FP8) else f"{self.format} cannot store {spec.label}"
@@ -66,7 +53,10 @@ class FloatQuantized:
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         if not isinstance(weight, FP8Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec)}")
-        return {module + self.suffix: weight.codes, module + SCALE: _stored_scale(weight)}
+        tensors = {module + self.suffix: weight.codes, module + SCALE: _stored_scale(weight)}
+        if weight.spec.is_static:
+            tensors[module + INPUT_SCALE] = input_scale_of(module, inputs).reshape(1)
+        return tensors
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
         if not isinstance(spec, FP8):
@@ -77,12 +67,20 @@ class FloatQuantized:
         )
 
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any]:
+        if isinstance(spec, FP8) and spec.is_static:
+            return dict(FP8_STATIC)
         return dict(FP8_PER_BLOCK if spec == FP8(BLOCKS) else FP8_PER_TOKEN)
 
 
 def _is_of_rows(group: Mapping[str, Any]) -> bool:
-    """Say whether each row, or the whole tensor, has a scale, and each token's input too."""
-    return group["weights"].get("strategy") in (STRATEGIES[ROW], STRATEGIES[TENSOR]) and rounds_to_fp8(group)
+    """Say whether each row, or the whole tensor, has a scale, and each token's input or all inputs too."""
+    of_rows = group["weights"].get("strategy") in (STRATEGIES[ROW], STRATEGIES[TENSOR])
+    return of_rows and (rounds_to_fp8(group) or _is_static(group))
+
+
+def _is_static(group: Mapping[str, Any]) -> bool:
+    """Say whether all inputs of a layer have one calibrated scale."""
+    return FP8_STATIC.items() <= (group.get("input_activations") or {}).items()
 
 
 def _is_in_blocks(group: Mapping[str, Any]) -> bool:

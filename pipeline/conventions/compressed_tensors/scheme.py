@@ -22,6 +22,8 @@ METHOD = "compressed-tensors"
 EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_PER_TOKEN = EIGHT_BITS | {"strategy": "token", "dynamic": True}
 """The config of inputs in E4M3 with a dynamic scale for each token."""
+FP8_STATIC = EIGHT_BITS | {"strategy": "tensor", "dynamic": False}
+"""The config of inputs in E4M3 with one calibrated scale for all."""
 FP8_PER_BLOCK = EIGHT_BITS | {"strategy": "group", "group_size": BLOCK, "dynamic": True}
 """The config of inputs in E4M3 with a dynamic scale for every 128 inputs of a token."""
 

@@ -9,6 +9,8 @@ Rows are the last dimension and their weights the first ([K, rows]); sums fold h
 operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,6 +31,18 @@ TO_SPACING = 1.5 * 2.0**20
 def shared_scale(largest: float) -> Tensor:
     """Return an fp32 scalar: under this scale, the largest magnitude of a weight is 448."""
     return torch.tensor(max(largest / E4M3_MAX, SMALLEST))
+
+
+def scale_of_inputs(largest: float) -> Tensor:
+    """Return an fp32 scalar: the least power of two with which 448 reaches inputs as large as `largest`.
+
+    Under any power of two E4M3 has the same precision, down to subnormals, and bf16 holds the rounded inputs
+    exactly. The scale also leaves up to an octave for inputs larger than those of the calibration text.
+    """
+    if largest == 0:
+        return torch.tensor(1.0)
+    fraction, exponent = math.frexp(max(largest / E4M3_MAX, SMALLEST))
+    return torch.tensor(2.0 ** (exponent - 1 if fraction == 0.5 else exponent))
 
 
 def quantize_fp8(

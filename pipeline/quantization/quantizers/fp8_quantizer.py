@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ....layouts.formats.e4m3 import E4M3StaticInput
 from ....layouts.formats.fp8 import BLOCKS, FP8
 from ....layouts.formats.weight_format import WeightFormat
-from .fp8_least_squares import quantize_fp8, quantize_fp8_blocks, shared_scale
+from .fp8_least_squares import quantize_fp8, quantize_fp8_blocks, scale_of_inputs, shared_scale
 from .quantizer import QUANTIZERS, QuantizedWeight
 
 
@@ -32,6 +33,12 @@ class FP8Quantizer:
         if spec.scale == BLOCKS:
             return quantize_fp8_blocks(values, spec)
         return quantize_fp8(values, spec, scale_dtype, shared.get("scale"))
+
+    def calibrates(self, spec: WeightFormat) -> bool:
+        return isinstance(spec, FP8) and spec.is_static
+
+    def input_format(self, spec: WeightFormat, largest: float) -> E4M3StaticInput:
+        return E4M3StaticInput(scale_of_inputs(largest))
 
 
 QUANTIZERS.add(FP8.name, FP8Quantizer())

@@ -6,7 +6,7 @@ from scalegate.kernels.fp8.matmul import matmul
 from scalegate.kernels.fp8.round_rows import round_rows
 from scalegate.kernels.fp8.tiles import MORE_ROWS, semaphores_of, splits_of
 from scalegate.kernels.invariant_matmul import Tile
-from scalegate.layouts.formats.e4m3 import PER_BLOCK, PER_TOKEN, E4M3Input
+from scalegate.layouts.formats.e4m3 import PER_BLOCK, PER_TOKEN, E4M3Input, E4M3StaticInput
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8, ROW
 from scalegate.tests.rounding_bounds import product_bound
 
@@ -37,12 +37,25 @@ def rounded(x: torch.Tensor, in_groups: bool = False) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("in_groups", [False, True])
 @pytest.mark.parametrize("k", [128, 640, 5120])
 def test_inputs_are_rounded_to_the_bits_of_the_definition(k: int, in_groups: bool):
-    """The interpreter casts to E4M3 with no carry into exponents, cuts subnormals off and rounds ties up."""
     x = torch.randn(5, k).to(torch.float16)
     x[1], x[2, :2], x[3] = 0, torch.tensor([65504.0, -65504.0]), 6e-8
     codes, scales = round_rows(x.to(DEVICE), in_groups)
     wanted, wanted_scales = rounding_of(in_groups).codes(x)
     assert torch.equal(scales.t().cpu(), wanted_scales)
+    assert_bits(codes, wanted)
+
+
+def test_inputs_are_rounded_by_a_given_scale():
+    x, scale = torch.randn(5, 640).mul(300).to(torch.float16), torch.tensor([0.5])
+    codes, scales = round_rows(x.to(DEVICE), scale=scale.to(DEVICE))
+    assert torch.equal(scales.cpu(), scale.expand(1, 5))
+    rounding = E4M3StaticInput(scale[0])
+    assert_bits(codes, (rounding.round(x).float() / scale).to(torch.float8_e4m3fn))
+    assert float(rounding.round(x).abs().max()) == 224 < float(x.abs().max()), "the largest are clipped"
+
+
+def assert_bits(codes: torch.Tensor, wanted: torch.Tensor) -> None:
+    """The interpreter casts to E4M3 with no carry into exponents, cuts subnormals off and rounds ties up."""
     bits, wanted_bits = codes.cpu().view(torch.uint8), wanted.view(torch.uint8)
     compared = (wanted_bits & 0x07 != 0) & (wanted_bits & 0x78 != 0) | (DEVICE == "cuda")
     assert compared.float().mean() > 0.5

@@ -50,6 +50,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
     assert specs == int4 | {
         "fp8": FP8(),
         "fp8-block": FP8("block"),
+        "fp8-static": FP8("tensor", "static"),
         **w4a8,
         "int8": Int8(128),
         "nvfp4": NVFP4(),
@@ -66,6 +67,7 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
         | {
             "fp8": "unquantized",
             "fp8-block": "unquantized",
+            "fp8-static": "unquantized",
             "int8": "unquantized",
             "nvfp4": "unquantized",
             "nvfp4-fp8": "unquantized",
