@@ -16,6 +16,7 @@ from numba.core import cgutils
 LONG, INT, SHORT, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8), ir.FloatType()
 INTS, FLOATS = ir.VectorType(INT, 16), ir.VectorType(FLOAT, 16)
 SHORTS, HALVES = ir.VectorType(SHORT, 32), ir.VectorType(SHORT, 16)
+SIXTEEN_BYTES = ir.VectorType(BYTE, 16)
 BYTES = 64
 """Of a vector of floats."""
 

@@ -1,13 +1,13 @@
-"""INT4 products on this CPU beside bf16 ones, at M from 1 to 512, and the memory's copy bandwidth.
+"""Products by quantized weights on this CPU beside bf16 ones, at M from 1 to 512, and the copy bandwidth.
 
-    python -P tests/bench/layouts/int4_cpu.py [--threads 2 1] [--group-size 128] [--seconds 1]
+    python -P tests/bench/layouts/coded_cpu.py [--format int4] [--threads 2 1] [--seconds 1] [--only 29M]
 
 Shapes are those of the 5M and 29M example models, merged as they are served, and 4096x4096. The calls are a
 model's: as many copies of a weight as make up the model, so that bf16 weights of the 29M do not fit into a
-last cache of 32 MB and INT4 ones do. All are interleaved, and the time is the smallest of many samples, each
-the mean over calls of a third of a millisecond: a neighbour on a busy machine disturbs longer ones too often.
-bf16 is torch's `F.linear`, and oneDNN's product with a weight in its own blocks. Writes int4_cpu.json and
-int4_cpu.md in results/layouts. Not for choosing layouts, which `layouts_cpu.py` shows.
+last cache of 32 MB and those of four bits do. All are interleaved, and the time is the smallest of many
+samples, each the mean over calls of a third of a millisecond: a neighbour on a busy machine disturbs longer
+ones too often. bf16 is torch's `F.linear`, and oneDNN's product with a weight in its own blocks. Writes
+FORMAT_cpu.json and FORMAT_cpu.md in results/layouts. Not for choosing layouts, which `layouts_cpu.py` shows.
 """
 
 import argparse
@@ -23,6 +23,10 @@ from scalegate.base.installed import kernel_versions
 from scalegate.layouts.choosing.plan import device_name
 from scalegate.layouts.choosing.timing import Call
 from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.formats.int8 import Int8
+from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+from scalegate.layouts.formats.nvfp4 import NVFP4
+from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem
 from torch import Tensor
@@ -31,6 +35,8 @@ from torch.nn import functional
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[1] / "results" / "layouts"
 MS = (1, 2, 4, 8, 16, 32, 128, 512)
+FORMATS: dict[str, WeightFormat] = {"int4": Int4(), "nvfp4": NVFP4(), "iq2-xxs": IQ2XXS(), "int8": Int8()}
+LAYOUTS_OF_FORMATS = ("cpu_int4", "cpu_int4_tiles", "cpu_nvfp4_tiles", "cpu_iq2_xxs_tiles", "cpu_int8_tiles")
 BF16 = ("bf16 F.linear", "bf16 oneDNN blocks")
 COPY_BYTES = 64 << 20
 SAMPLE_SECONDS = 0.0003
@@ -117,16 +123,16 @@ def smallest_microseconds(calls: Mapping[str, Call], copies: int, seconds: float
     return {name: 1e6 * value for name, value in best.items()}
 
 
-def measure(product: Product, group_size: int, seconds: float) -> dict[str, dict[str, float]]:
+def measure(product: Product, spec: WeightFormat, seconds: float) -> dict[str, dict[str, float]]:
     """Microseconds by contestant and M."""
-    problem = Problem(Int4(group_size), product.n, product.k, torch.bfloat16, CPU)
+    problem = Problem(spec, product.n, product.k, torch.bfloat16, CPU)
     weight = problem.spec.random(product.n, product.k, CPU)
     dense = [weight.dequantize(torch.bfloat16) for _ in range(product.copies)]
     blocks = [torch.ops.mkldnn._reorder_linear_weight(one, None) for one in dense]
     layouts = {
-        name: [cloned(layout.pack(weight, torch.bfloat16)) for _ in range(product.copies)]
-        for name, layout in LAYOUTS.items()
-        if name.startswith("cpu_int4") and layout.refuses(problem) is None and not name.endswith("_float32")
+        name: [cloned(LAYOUTS[name].pack(weight, torch.bfloat16)) for _ in range(product.copies)]
+        for name in LAYOUTS_OF_FORMATS
+        if LAYOUTS[name].refuses(problem) is None
     }
     times: dict[str, dict[str, float]] = {}
     for m in MS:
@@ -143,7 +149,7 @@ def measure(product: Product, group_size: int, seconds: float) -> dict[str, dict
 
 
 def lines(rows: list[dict], bandwidth: Mapping[int, float]) -> list[str]:
-    """The table in Markdown: microseconds of the better bf16, and how many times faster INT4 is."""
+    """The table in Markdown: microseconds of both bf16, and how many times faster each layout is."""
     text = [f"Copy bandwidth: {', '.join(f'{n} threads {b / 1e9:.1f} GB/s' for n, b in bandwidth.items())}."]
     text += ["", "| shape | threads | | " + " | ".join(f"M={m}" for m in MS) + " |"]
     text += ["|---|---|---|" + "---|" * len(MS)]
@@ -159,7 +165,7 @@ def lines(rows: list[dict], bandwidth: Mapping[int, float]) -> list[str]:
         if row["shape"] == [4096, 4096]:
             for name in times:
                 if name not in BF16:
-                    share = row["int4_bytes"][name] / (times[name]["1"] / 1e6) / bandwidth[row["threads"]]
+                    share = row["bytes"][name] / (times[name]["1"] / 1e6) / bandwidth[row["threads"]]
                     text.append(f"{head} {name}, share of the copy bandwidth | {share:.0%} |" + " |" * 7)
     return text
 
@@ -169,7 +175,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads(), 1])
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--format", choices=FORMATS, default="int4")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and M")
     parser.add_argument("--only", default="", help="a part of the products' names")
     options = parser.parse_args()
@@ -182,31 +188,32 @@ def main() -> None:
                 continue
             # The most that was seen: a busy machine shows less at times.
             bandwidth[threads] = max(bandwidth.get(threads, 0), copy_bandwidth())
-            weight = Int4(options.group_size).random(product.n, product.k, CPU)
-            times = measure(product, options.group_size, options.seconds)
+            spec = FORMATS[options.format]
+            weight = spec.random(product.n, product.k, CPU)
+            times = measure(product, spec, options.seconds)
             sizes = {
                 name: LAYOUTS[name].pack(weight, torch.bfloat16).nbytes for name in times if name in LAYOUTS
             }
             row = {"product": product.name, "shape": [product.n, product.k], "threads": threads}
-            rows.append(row | {"int4_bytes": sizes, "microseconds": times})
+            rows.append(row | {"bytes": sizes, "microseconds": times})
             print("\n".join(lines(rows[-1:], bandwidth)[4:]), flush=True)
-            write(rows, bandwidth, options.group_size)
+            write(rows, bandwidth, options.format)
 
 
-def write(rows: list[dict], bandwidth: Mapping[int, float], group_size: int) -> None:
+def write(rows: list[dict], bandwidth: Mapping[int, float], name: str) -> None:
     """What has been measured so far."""
     result = {
         "device": device_name(CPU),
         "versions": kernel_versions(),
-        "group_size": group_size,
+        "format": FORMATS[name].key,
         "copy_bytes_a_second": bandwidth,
         "load_average": round(os.getloadavg()[0], 1),
         "rows": rows,
     }
-    write_json(RESULTS / "int4_cpu.json", result)
-    head = f"{device_name(CPU)}, INT4 g{group_size}, load average {result['load_average']}"
+    write_json(RESULTS / f"{name}_cpu.json", result)
+    head = f"{device_name(CPU)}, {FORMATS[name].label}, load average {result['load_average']}"
     text = [f"{head}.", NOISE, "", *lines(rows, bandwidth)]
-    (RESULTS / "int4_cpu.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}_cpu.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

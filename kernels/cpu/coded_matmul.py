@@ -1,0 +1,214 @@
+"""Products by coded weights on a CPU, compiled by numba: blocks of 64 rows of the weight, on torch's threads.
+
+The product reads four or eight bits per weight and multiplies as described in `coded_tile.py`. A thread takes
+another block when it has finished one, so a thread that the system interrupts costs only a block's time.
+Signatures are fixed: nothing compiles after `kernel`. Compiled code is kept on disk, beside the source or in
+the user's cache folder.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cfunc, njit, types
+from numba.core import config
+from numba.core.codegen import get_host_cpu_features
+from torch import Tensor
+
+from . import code_packing, coded_tile, vectors
+from .code_packing import BLOCK, TILES, Codes, PackedCodes, Scales
+from .coded_tile import PANEL_FROM, Instructions, Kind, clear, decode, multiply, store_rows, total
+from .openmp import gomp_parallel
+from .vectors import BYTES, number_at, room, run, take_number
+
+ALONE = 1 << 20
+"""Products and weights, counted together, below which a second thread costs more than it saves."""
+PANEL_COLUMNS = 128
+"""Columns that are decoded at once; panels and the x beside them stay in a core's first cache."""
+PANEL_ROWS = 64
+"""Rows of x that are multiplied by a panel; their totals lie on the stack."""
+
+
+class Kernel(NamedTuple):
+    """product: takes numbers alone, in the order of `_product`; part: the address of the code that each
+    thread runs
+    """
+
+    product: Callable[..., int]
+    part: int
+    kind: Kind
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x and y."""
+        return torch.bfloat16 if self.kind.pairs else torch.float32
+
+
+def matmul(x: Tensor, packed: PackedCodes, group_size: int, compiled: Kernel) -> Tensor:
+    """Multiply x [M, K], contiguous, in the kernel's dtype, to [M, N'] in that dtype."""
+    m, k = x.shape
+    codes, scales, factor = packed
+    n = codes.shape[0] * BLOCK
+    y = x.new_empty(m, n)
+    parallel = gomp_parallel() if n * k * (m + 1) >= ALONE else 0
+    compiled.product(
+        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), factor.data_ptr(), y.data_ptr(), m, n, k,
+        group_size, compiled.part, parallel, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+@functools.cache
+def instructions_for(dtype: torch.dtype) -> Instructions:
+    """Return the best vector instructions of this CPU, or of NUMBA_CPU_FEATURES, for activations of a
+    dtype.
+    """
+    forced = config.CPU_FEATURES  # type: ignore[attr-defined]
+    has = (get_host_cpu_features() if forced is None else forced).split(",")
+    if "+avx512f" not in has or "+avx512bw" not in has:
+        return Instructions.PORTABLE
+    multiplies_bfloat16 = dtype == torch.bfloat16 and "+avx512bf16" in has
+    return Instructions.BF16 if multiplies_bfloat16 else Instructions.AVX512
+
+
+@functools.cache
+def kernel(instructions: Instructions, codes: Codes, scales: Scales) -> Kernel:
+    """Return the compiled kernel; compiling takes a few seconds the first time."""
+    kind = Kind(instructions, codes, scales)
+    part = _part(_sources(), *map(int, kind))
+    signature = types.void(types.int64)
+    try:
+        compiled = cfunc(signature, error_model="numpy", cache=True)(part)
+    except RuntimeError:
+        # No folder can be written to.
+        compiled = cfunc(signature, error_model="numpy")(part)
+    product = njit(nogil=True, error_model="numpy")(
+        _product(_sources(), int(kind.pairs), int(scales.has_zero))
+    )
+    with contextlib.suppress(RuntimeError):
+        product.enable_caching()
+    product.compile((types.int64,) * 12)
+    product.disable_compile()
+    return Kernel(product, compiled.address or 0, kind)
+
+
+@functools.cache
+def _sources() -> str:
+    """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
+    closure.
+    """
+    files = (Path(str(module.__file__)).read_bytes() for module in (code_packing, coded_tile, vectors))
+    return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+def _product(sources: str, is_bfloat16: int, has_zero: int) -> Callable[..., int]:
+    size = 2 if is_bfloat16 else 4
+
+    def product(
+        x: int, codes: int, scales: int, factor: int, y: int, m: int, n: int, k: int, group_size: int,
+        part: int, parallel: int, threads: int,
+    ) -> int:  # fmt: skip
+        """Arguments x, codes, scales, factor, y, part, parallel are addresses."""
+        _ = sources
+        # Without zero points nobody reads sums.
+        groups = k // group_size if has_zero else 0
+        sums = np.empty(m * groups, np.float32)
+        for group in range(m * groups):
+            sums[group] = total(x + group * group_size * size, group_size, is_bfloat16)
+        task = np.empty(11, np.int64)
+        task[0], task[1], task[2], task[3], task[4] = 0, x, codes, scales, sums.ctypes.data
+        task[5], task[6], task[7], task[8], task[9], task[10] = y, m, n, k, group_size, factor
+        run(parallel, threads, part, task.ctypes.data)
+        # numba frees an array after its last mention, and addresses do not count.
+        return len(sums) + len(task)
+
+    return product
+
+
+def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) -> Callable[[int], None]:
+    kind = Kind(Instructions(instructions), Codes(codes_kind), Scales(scales_kind))
+    size, columns, scale_bytes = kind.number_bytes, kind.codes.columns, kind.scale_bytes
+    panel_from = PANEL_FROM.get(kind.codes, 0)
+    groups_of_a_scale = 2 if kind.scales is Scales.PAIRS else 1
+    panel_vectors = PANEL_COLUMNS * TILES * size // 4
+    total_vectors = PANEL_ROWS * TILES
+    four_rows = 4 * TILES * BYTES
+
+    def part(task: Any) -> None:
+        """Compute blocks of the product until all are taken. task: address of `_product`'s numbers"""
+        _ = sources
+        x, codes, scales = number_at(task, 1), number_at(task, 2), number_at(task, 3)
+        sums, y, factor = number_at(task, 4), number_at(task, 5), number_at(task, 10)
+        m, n, k, group_size = number_at(task, 6), number_at(task, 7), number_at(task, 8), number_at(task, 9)
+        groups, words, all_words = -(-k // group_size), group_size // columns, k // columns
+        x_row, sums_row, y_row = k * size, groups * 4, n * size
+        codes_block = all_words * TILES * BYTES
+        scales_block = -(-groups // groups_of_a_scale) * TILES * scale_bytes
+        at_once = PANEL_COLUMNS // group_size
+        use_panels = panel_from > 0 and at_once > 0 and m > panel_from
+        totals, panel = room(total_vectors), room(panel_vectors)
+        while True:
+            block = take_number(task)
+            if block >= n // BLOCK:
+                break
+            block_codes, block_scales = codes + block * codes_block, scales + block * scales_block
+            row = 0
+            while row < m:
+                rows_x, rows_sums = x + row * x_row, sums + row * sums_row
+                rows_y = y + row * y_row + block * BLOCK * size
+                rows = min(m - row, PANEL_ROWS if use_panels else 4)
+                quads = (rows + 3) // 4
+                clear(totals, quads * 4 * TILES)
+                if rows == 1:
+                    multiply(
+                        rows_x, x_row, rows, block_codes, block_scales, rows_sums, sums_row, totals,
+                        0, groups, words, all_words, instructions, codes_kind, scales_kind, 1, 0,
+                    )  # fmt: skip
+                    store_rows(
+                        totals, factor, rows_y, y_row, rows, instructions, codes_kind, scales_kind, 1, 0
+                    )
+                elif rows == 2:
+                    multiply(
+                        rows_x, x_row, rows, block_codes, block_scales, rows_sums, sums_row, totals,
+                        0, groups, words, all_words, instructions, codes_kind, scales_kind, 2, 0,
+                    )  # fmt: skip
+                    store_rows(
+                        totals, factor, rows_y, y_row, rows, instructions, codes_kind, scales_kind, 2, 0
+                    )
+                elif rows <= 4:
+                    multiply(
+                        rows_x, x_row, rows, block_codes, block_scales, rows_sums, sums_row, totals,
+                        0, groups, words, all_words, instructions, codes_kind, scales_kind, 4, 0,
+                    )  # fmt: skip
+                    store_rows(
+                        totals, factor, rows_y, y_row, rows, instructions, codes_kind, scales_kind, 4, 0
+                    )
+                else:
+                    group = 0
+                    while group < groups:
+                        end = min(groups, group + at_once)
+                        first = group * words
+                        decode(
+                            block_codes + first * TILES * BYTES, min(end * words, all_words) - first, panel,
+                            instructions, codes_kind, scales_kind,
+                        )  # fmt: skip
+                        for quad in range(quads):
+                            multiply(
+                                rows_x + quad * 4 * x_row, x_row, rows - quad * 4, panel, block_scales,
+                                rows_sums + quad * 4 * sums_row, sums_row, totals + quad * four_rows,
+                                group, end, words, all_words, instructions, codes_kind, scales_kind, 4, 1,
+                            )  # fmt: skip
+                        group = end
+                    for quad in range(quads):
+                        store_rows(
+                            totals + quad * four_rows, factor, rows_y + quad * 4 * y_row, y_row,
+                            rows - quad * 4, instructions, codes_kind, scales_kind, 4, 1,
+                        )  # fmt: skip
+                row += rows
+
+    return part

@@ -1,0 +1,116 @@
+"""Our own products by quantized weights on a CPU (`kernels/cpu/`): four or eight bits a weight are read, and
+nothing but y is rounded.
+
+    cpu_int4_tiles     INT4
+    cpu_nvfp4_tiles    NVFP4, with 5 bits a weight
+    cpu_iq2_xxs_tiles  IQ2_XXS, whose look-ups are done while packing: 5 bits a weight
+    cpu_int8_tiles     INT8
+
+On an EPYC with AVX-512 BF16, INT4 is at least as fast as the unquantized product at every M up to 128
+(`tests/bench/results/layouts/int4_cpu.md`; the others are beside it). A row's bits do not depend on the rows
+beside it, so these layouts serve batch invariance too. They are chosen by a measurement only: numba takes
+seconds to compile a kernel for the first time.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.batch_invariance import INVARIANCE_MODES
+from ...kernels.cpu import code_packing
+from ...kernels.cpu.code_packing import Codes, PackedCodes, Scales
+from ...kernels.iq2_xxs.grid import MAGNITUDES, grid, signs
+from ..formats import iq2_xxs, nvfp4
+from ..formats.int4 import Int4, Int4Weight, unpack_nibbles
+from ..formats.int8 import Int8, Int8Weight
+from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
+from ..formats.nvfp4 import NVFP4, NVFP4Weight
+from ..formats.weight_format import Weight
+from .layout import PackedWeight, Problem, Serves
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INT8_GROUP = 128
+"""Columns of a row that are added up before their scale, where a whole row shares one."""
+
+
+@dataclass(frozen=True)
+class CpuTiles:
+    """Any group size is served; activations that the CPU cannot multiply as they are become float32."""
+
+    name: str
+    format: type
+    codes: Codes
+    arrange: Callable[[Any], tuple[PackedCodes, Scales, int]]
+    """Returns the packed codes of a weight, the form of their scales and the group size."""
+    kernel: str = "coded_tile.multiply"
+
+    def refuses(self, problem: Problem) -> str | None:
+        return Serves((self.format,), "cpu", DTYPES, invariance_modes=INVARIANCE_MODES).refuses(problem)
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        packed, form, group_size = self.arrange(weight)
+        # Compiled here, so that nothing is in the first product.
+        _kernel(dtype, self.codes, form)
+        attributes = {"group_size": group_size, "scales": int(form)}
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, packed._asdict(), attributes)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        tensors, attributes, dtype = packed.tensors, packed.attributes, packed.dtype
+        multiply, kernel = _kernel(dtype, self.codes, attributes["scales"])
+        if kernel.dtype is not dtype:
+            x = x.to(kernel.dtype)
+        codes = PackedCodes(tensors["codes"], tensors["scales"], tensors["factor"])
+        y = multiply(x, codes, attributes["group_size"], kernel)
+        if y.shape[1] != packed.shape[0]:
+            y = y[:, : packed.shape[0]]
+        return y if kernel.dtype is dtype else y.to(dtype)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, codes: Codes, scales: int) -> tuple[Callable[..., Tensor], Any]:
+    """Return the product's function and the compiled kernel that it takes, for activations of `dtype`.
+
+    The kernel's modules are imported only here, because numba takes half a second to import.
+    """
+    from ...kernels.cpu.coded_matmul import instructions_for, kernel, matmul
+
+    return matmul, kernel(instructions_for(dtype), codes, Scales(scales))
+
+
+def _arrange_int4(weight: Int4Weight) -> tuple[PackedCodes, Scales, int]:
+    packed, form = code_packing.pack_int4(unpack_nibbles(weight.codes), weight.scale, weight.zero_point)
+    return packed, form, weight.spec.group_size
+
+
+def _arrange_nvfp4(weight: NVFP4Weight) -> tuple[PackedCodes, Scales, int]:
+    packed = code_packing.pack_e2m1(unpack_nibbles(weight.codes), weight.scale, weight.global_scale)
+    return packed, Scales.PAIRS, nvfp4.GROUP_SIZE
+
+
+def _arrange_iq2_xxs(weight: IQ2XXSWeight) -> tuple[PackedCodes, Scales, int]:
+    device = weight.words.device
+    levels = torch.bucketize(grid(device), torch.tensor(MAGNITUDES[:-1], device=device).float())
+    of_entries = levels.to(torch.uint8)[weight.indices().int()].view(weight.shape)
+    negative = (signs(device) < 0)[weight.sign_patterns().int()].view(weight.shape)
+    packed = code_packing.pack_iq2_xxs(of_entries, negative, weight.scales_of_blocks())
+    return packed, Scales.FLOAT32, iq2_xxs.BLOCK
+
+
+def _arrange_int8(weight: Int8Weight) -> tuple[PackedCodes, Scales, int]:
+    scale, group_size = weight.scale, weight.spec.group_size
+    if not weight.spec.has_groups:
+        group_size = INT8_GROUP
+        scale = scale.expand(-1, -(-weight.shape[1] // group_size))
+    return code_packing.pack_int8(weight.codes, scale), Scales.FLOAT32, group_size
+
+
+CPU_TILES = (
+    CpuTiles("cpu_int4_tiles", Int4, Codes.INT4, _arrange_int4),
+    CpuTiles("cpu_nvfp4_tiles", NVFP4, Codes.E2M1, _arrange_nvfp4),
+    CpuTiles("cpu_iq2_xxs_tiles", IQ2XXS, Codes.IQ2_XXS, _arrange_iq2_xxs),
+    CpuTiles("cpu_int8_tiles", Int8, Codes.INT8, _arrange_int8),
+)
