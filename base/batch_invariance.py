@@ -26,7 +26,7 @@ down a single request; a smaller one would slow down prefill.
 
 
 def row_tiles(count: int, rows: int) -> Iterator[slice]:
-    """Return `count` rows in tiles of `rows`, the last tile shorter. The place where a tile begins does not
+    """Yield `count` rows in tiles of `rows`, the last tile shorter. The place where a tile begins does not
     depend on `count`.
     """
     for first in range(0, count, rows):

@@ -11,5 +11,7 @@ NEW_OBJECTS = 10_000
 
 
 def search_rarely() -> None:
-    """Raise the threshold for this process, which must be one of ours and not a library user's."""
+    """Raise the threshold for this process. Only processes that Scalegate starts may call this, not a library
+    user's.
+    """
     gc.set_threshold(NEW_OBJECTS)

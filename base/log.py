@@ -1,7 +1,7 @@
 """The one logger: notices, warnings and details of every command, as lines on stderr.
 
-Results, which commands print on stdout, do not go through it, nor does progress (`progress.py`), which is
-silent at the same level.
+Commands print their results on stdout, without the logger. The progress bar (`progress.py`) does not use the
+logger either, but is hidden at the same levels.
 """
 
 import logging

@@ -82,7 +82,7 @@ def option(
 
 
 def options_of(cls: type) -> list[Field[Any]]:
-    """Return the fields that are options; other fields are worked out, or cannot be given."""
+    """Return the fields that are options; other fields are computed, or cannot be set by a user."""
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
@@ -168,14 +168,18 @@ def parse(cls: type, field: Field[Any], text: str) -> Any:
 
 
 def given_of(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `given` options that are fields of the dataclass. An option of None is not given."""
+    """Return the `given` options that are fields of the dataclass. An option whose value is None counts as
+    not given.
+    """
     return {
         field.name: value for field in options_of(cls) if (value := given.get(name_of(field))) is not None
     }
 
 
 def from_given(cls: type[T], given: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass from the `given` options. An option of None is not given."""
+    """Return an instance of the dataclass from the `given` options. An option whose value is None counts as
+    not given.
+    """
     return cls(**given_of(cls, given))
 
 
@@ -214,7 +218,7 @@ def text_of(value: Any) -> str:
 def help_of(field: Field[Any], is_sized: bool = False) -> str:
     """Return the help of an option, with its default.
 
-    is_sized: the default is worked out from the workload
+    is_sized: whether the default is computed from the workload
     """
     text, default, unless_given = field.metadata["help"], field.default, field.metadata["unless_given"]
     if is_sized:

@@ -41,7 +41,7 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
 def rotate_slices(x0, x1, x2, x3, matrix_ptr, WIDTH: tl.constexpr):
     """Multiply columns by H, fp32: slices [D/4, M] of neighbouring channels are multiplied, then added.
 
-    H of D is H of four (x) H of D/4. matrix: fp16 [D/4, D/4] of +-1
+    The Hadamard matrix of D is the Kronecker product of those of 4 and of D/4. matrix: fp16 [D/4, D/4] of +-1
     """
     line = tl.arange(0, WIDTH)
     matrix = tl.load(matrix_ptr + line[:, None] * WIDTH + line[None, :])
@@ -61,7 +61,7 @@ def _rotate_rows(
 ):  # fmt: skip
     """Rotate TILES times ROWS rows; some rows are loaded while earlier rows are multiplied.
 
-    The stride is known to be divisible by 16, so that a load can read eight channels.
+    The compiler knows that the stride is divisible by 16, so that a load can read eight channels.
     """
     dim = tl.arange(0, DIM)
     matrix = tl.load(matrix_ptr + dim[:, None] * DIM + dim[None, :])

@@ -83,7 +83,8 @@ def tile_for(m: int, n: int, k: int, dtype: torch.dtype, capability: tuple[int, 
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """Return the number of splits of K, by the weight's shape alone, so that one row fills the GPU.
+    """Return the number of splits of K. It depends on the weight's shape alone and is chosen so that one row
+    fills a GPU.
 
     A split costs one and a half units to start, and three fifths of a unit to be added: little with one row,
     more with 128 rows, whose partial sums are large.
@@ -107,8 +108,11 @@ def semaphores_of(n: int) -> int:
 class Form(NamedTuple):
     """Compile-time parameters of the kernel.
 
-    split_k: K is split; sequential: one CTA takes all splits; even: no tile is ragged; evict: Triton's policy
-    for weights; unit: columns that splits are counted in
+    split_k: whether K is split
+    sequential: whether one CTA takes all splits
+    even: whether all tiles are complete
+    evict:      Triton's policy for weights
+    unit:       columns that splits are counted in
     """
 
     split_k: bool
@@ -151,7 +155,9 @@ def _sum_columns(x_at, weight_at, in_x, in_weight, begin, end, K, FORM: tl.const
 def invariant_matmul_kernel(
     x_ptr, weight_ptr, y_ptr, partials, semaphores, M, N, K, units, tiles_m, splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA."""
+    """The grid has the tiles of y, with all tiles of the same rows of the weight together; if each split has
+    a CTA, the grid is as many times as large.
+    """
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     if FORM.pdl:

@@ -45,8 +45,8 @@ except ModuleNotFoundError as error:
             self.value = value
 
     class StandIn:
-        """Any attribute of the object is the object itself; as a decorator it returns the decorated function
-        unchanged.
+        """A stand-in for a module: each of its attributes is the stand-in itself, and as a decorator it
+        returns the decorated function unchanged.
         """
 
         cdiv = staticmethod(lambda x, y: -(-x // y))

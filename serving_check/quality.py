@@ -1,7 +1,7 @@
 """Measures how far a model's next-token distributions are from a baseline's on held-out text.
 
-The figures are computed in process on two modules, exactly over the whole vocabulary; `checks/quality.py`
-decides what is good enough.
+The figures are computed from two models in this process, exactly over the whole vocabulary;
+`checks/quality.py` decides what is good enough.
 """
 
 import itertools

@@ -25,7 +25,9 @@ LAYOUTS = {layout.name: layout for layouts in (TUNED, INVARIANT) for layout in l
 
 @dataclass(frozen=True)
 class Choice:
-    """`layout` is None if the layer is left to vLLM; `reason` is for its log."""
+    """The choice for one layer: `layout` is None if the layer is left to vLLM, and `reason` is for vLLM's
+    log.
+    """
 
     layout: HopperLayout | None
     reason: str
@@ -53,8 +55,8 @@ def choose(problem: Problem, rows: Rows) -> Choice:
 
 
 def choose_experts(problem: Problem, rows: Rows) -> Decision:
-    """Say whether our products serve a layer of experts and are faster than vLLM's own; the measurements are
-    those of the same number of experts and of experts per token.
+    """Decide whether our products serve a layer of experts and are faster than vLLM's own, by measurements
+    with as many experts and as many experts per token.
     """
     kind = f"{problem.spec.key} ({problem.experts})"
     decision = decide(Gpu.of(problem.device), kind, problem.dtype, problem.n, problem.k, rows)

@@ -22,7 +22,7 @@ MOST_TOKENS = 8192
 
 
 class ScalegateExperts(MarlinExperts):
-    """Our products serve the layers that they make faster, Marlin's serve the others.
+    """Experts of one layer in vLLM: our products serve the layer if they are faster, otherwise Marlin's do.
 
     vLLM chooses the class of a layer's experts before it knows the groups of the weights, so the layer is
     ours if `pack_int4` or `pack_nvfp4` has packed it.
@@ -173,7 +173,7 @@ def pack(weights: list[Weight], layer: Any) -> PackedWeight:
 
 
 def compile_once(layer: Any, products: Products) -> None:
-    """Compile all that layers like this one will need, at the first of these layers."""
+    """At the first layer of its kind, compile everything that layers of this kind will need."""
     config = layer.moe_config
     experts = f"{config.num_local_experts} experts, top {config.experts_per_token}"
     kind = f"{experts} {products.spec.key} {products.hidden} {products.inner} {config.in_dtype}"

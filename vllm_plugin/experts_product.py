@@ -40,7 +40,8 @@ class Products:
     ) -> None:
         """Put sum_j weight[t, j] * down_j(silu(gate_j(x[t])) * up_j(x[t])) into out [T, hidden].
 
-        expert: int [T, top_k]; weight: [T, top_k]
+        expert:  int [T, top_k]
+        weight:  [T, top_k]
         scratch: at least T * top_k * inner numbers, which may overlap with `out`, and T * top_k times the
                  larger of hidden and 2 * inner, which may not
         """

@@ -37,7 +37,7 @@ def spec_of(config: MPLinearLayerConfig) -> Int4 | Int8 | str:
 
 
 class ScalegateLinearKernel(MPLinearKernel):
-    """vLLM makes a kernel object for each layer; `VLLM_DISABLED_KERNELS` knows the class by this name."""
+    """Our kernel for one of vLLM's linear layers. `VLLM_DISABLED_KERNELS` knows the class by this name."""
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -12,7 +12,7 @@ from .stored import nvfp4_weight
 
 
 class ScalegateNvFp4LinearKernel(MarlinNvFp4LinearKernel):
-    """Our kernel serves the layers that it makes faster, Marlin serves the others.
+    """One layer of NVFP4 weights in vLLM: our kernel serves it if it is faster, otherwise Marlin does.
 
     vLLM tells a kernel a layer's shape only when its weights are loaded, when a kernel can no longer refuse.
     """

@@ -1,6 +1,7 @@
 """The product by a packed weight, as an op of vLLM's graphs; and how a layer of vLLM holds that weight.
 
-The op's arguments are tensors and one text, so that a graph that one process traced is right in another.
+The op's arguments are tensors and one text, so that a graph that was traced in one process is also correct in
+another process.
 """
 
 import json
@@ -36,7 +37,7 @@ class Kind:
 
 
 def text_of(packed: PackedWeight) -> str:
-    """A packed weight as text, without its tensors; `kind_of` reads the text."""
+    """Return a packed weight as text, without its tensors; `kind_of` reads the text."""
     fields = {
         "layout": packed.layout,
         "spec": spec_to_json(packed.spec),
@@ -99,7 +100,9 @@ def multiply(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def empty(*parameters: nn.Parameter | None) -> None:
-    """Free what was packed. The parameters stay, since vLLM asks them for their device."""
+    """Free what was packed. Empty the layer's parameters. They stay in the layer, since vLLM asks them for
+    their device.
+    """
     for parameter in parameters:
         if parameter is not None:
             parameter.data = parameter.data.new_empty(0)

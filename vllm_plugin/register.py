@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.scalegate_kernels")
 
 
 class StepsAside(Exception):
-    """Why the plugin does not serve here, in a few words."""
+    """Raised if the plugin does not serve here, with the reason in a few words."""
 
 
 def register() -> None:

@@ -18,7 +18,7 @@ from .warm_up import warm_up
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
-    """The choice for a layer. The choice is made, and logged, once for all layers of one shape."""
+    """Return the choice for a layer, which is made and logged once for all layers of one shape."""
     mode: BatchInvariance = "pin" if envs.VLLM_BATCH_INVARIANT else "tuned"
     return _told(Problem(spec, n, k, dtype, torch.device("cuda", torch.cuda.current_device()), None, mode))
 

@@ -1,14 +1,14 @@
 """Append to the paged KV cache: new keys and values stored, quantized on the way; Triton, and its reference.
 
-All KV dtypes that `decode.py` reads are written: 16 bit as it is, e4m3 with a given scale a head, int8 with a
-scale for each token and head.
+The kernel writes all KV dtypes that `decode.py` reads: 16 bits unchanged, e4m3 with a given scale per head,
+int8 with a scale for each token and head.
 
     key, value    [T, H_kv, D]          bf16 or fp16; T tokens of any requests
     slots         int64 [T]             page * page_size + offset; -1 stores nothing (padding of a batch)
     key_pages     [P, H_kv, page, D]    written; value_pages alike
     key_scale     None; fp32 [H_kv] for e4m3, read; fp32 [P, H_kv, page] for int8, written
 
-A token and head take 2 * D * 2 bytes read and 2 * D * itemsize written; one launch a layer.
+For each token and head, 2 * D * 2 bytes are read and 2 * D * itemsize are written. A layer takes one launch.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Chooses the kernel for prefill attention over paged keys and values: there are two.
 
 `prefill.py`, in Triton, handles every step on every GPU; `hopper_prefill.py` is faster in large steps on
-Hopper. The two kernels' bits differ, so batch-invariant serving uses the first for every step.
+Hopper. The two kernels' bits differ, so batch-invariant serving uses `prefill.py` for every step.
 
 A large step reads each eight-bit page many times, so it widens the page to 16 bits first, once
 (`widen_pages.py`). The Hopper kernel needs widened values, but reads stored e4m3 keys directly, with queries
@@ -32,7 +32,7 @@ MOST_GROUPED = 128
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of the choice.
+    """What the choice of the kernel depends on.
 
     tokens      in the step, padding and decoding requests counted
     group       query heads of a kv head
@@ -110,8 +110,8 @@ def attend_prefill(
 ) -> None:
     """Write the tiles' tokens of `out`; arguments are as in `prefill_attention`.
 
-    widened: for pages of eight bits, which pages the step reads, int64 [n], and a block table of indices into
-             these; widened keys and values are read by that table
+    widened: for pages of eight bits, the pages that the step reads, int64 [n], and a block table of indices
+             into this list
     """
     step = Step(
         tokens=len(q),

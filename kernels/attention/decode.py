@@ -16,8 +16,9 @@ contexts are split finer, because their programs' time is the latency of one til
 pages are not split finer: their programs need long runs of tiles to keep loads in flight. Scales are never
 applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the result (e4m3).
 
-One request of L tokens takes 2 * L * H_kv * D * itemsize bytes, once; partial sums add H * D * 4 * 2 / split.
-At G = 4, D = 128, split = 512 that is 3% in bf16. The floor is bytes over copy bandwidth.
+A request of L tokens reads 2 * L * H_kv * D * itemsize bytes, each byte once; partial sums add H * D * 4 * 2
+/ split. At G = 4, D = 128, split = 512 that is 3% in bf16. The least possible time is the number of bytes
+divided by the bandwidth of a copy.
 """
 
 from dataclasses import dataclass
@@ -139,12 +140,14 @@ def _slots(
 
 
 class Form(NamedTuple):
-    """Compile-time parameters of `_attend_splits`. Triton files kernels under this tuple, and hashing the
-    tuple is cheap.
+    """Compile-time parameters of `_attend_splits`. The class is a tuple because Triton looks kernels up by
+    it, and a tuple is cheap to hash.
 
-    dim: head_dim as a power of two; group: query heads of a kv head, likewise, 16 at least; split, block:
-    tokens of a long context's split, and of keys at a time; fine: short contexts are split finer
-    scales: 0 none, 1 one a head (e4m3), 2 one a token and head (int8)
+    dim:          head_dim as a power of two
+    group:        query heads of a kv head, as a power of two, at least 16
+    split, block: tokens in a split of a long context, and keys that are read at a time
+    fine: whether short contexts are split finer
+    scales:       0 for none, 1 for one per head (e4m3), 2 for one per token and head (int8)
     """
 
     heads: int
@@ -174,8 +177,8 @@ def _attend_splits(
     """Compute partial softmax sums of the splits that this program handles: every `num_programs(0)`-th. If
     there is only one split, write the result.
 
-    Eight-bit pages are read as int16 pairs of neighbouring d, and even and odd d are separate products: the
-    matrix units need two *tokens* in a register, and the transposing load does that for 16-bit values only.
+    Eight-bit pages are read as int16 pairs of neighbouring d, and even and odd d are multiplied separately:
+    the matrix units need two *tokens* in a register, and the load that transposes handles 16-bit values only.
     """
     GROUP: tl.constexpr = FORM.group
     EIGHT_BIT: tl.constexpr = FORM.scales != 0
@@ -284,7 +287,8 @@ def add_splits(
     acc, largest, total, first, end, at, partial_ptr, lse_ptr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Return acc [D], further by splits first .. end, and the largest score and total weight it is under.
+    """Return acc [D] with the splits first .. end added, and the largest score and the total weight of the
+    sum.
 
     The order and grouping are always the same. at: where the head's splits begin
     """
@@ -316,7 +320,7 @@ def _merge_splits(
 ):  # fmt: skip
     """Add a head's splits, always in the order of the context and in the same grouping.
 
-    ROTATED: splits are of rotated values, and an only split is still to be rotated back too.
+    ROTATED: the splits hold rotated values, so the result has to be rotated back, even that of a single split
     """
     if PDL:
         # What comes next may fetch its weights meanwhile, and waits itself.
@@ -358,7 +362,8 @@ SHORT_SPLITS = 4
 class DecodeWorkspace:
     """Scratch for partial sums, allocated once for the largest batch and context.
 
-    partial: fp32 [B, H, splits, D]; lse: fp32 [B, H, splits], in log2
+    partial: fp32 [B, H, splits, D]
+    lse:     fp32 [B, H, splits], in log2
     """
 
     partial: Tensor
@@ -388,7 +393,8 @@ class DecodeWorkspace:
 
 
 def decode_split_tokens(max_context: int) -> int:
-    """Return tokens in a split of a long context, from the longest admitted, never from the live batch.
+    """Return the number of tokens in a split of a long context. The number follows from the longest context
+    that the engine admits, never from the running batch.
 
     At most 64 splits keep the merge short; at least 256 tokens per split keep partial sums under 6% of the
     traffic at four query heads a group.
@@ -469,8 +475,9 @@ def merge_splits(
     """Launch the second kernel: it merges the partial sums of the splits in the workspace into `out` [B, H,
     D].
 
-    block: tokens of the shortest split of a short context; fine: whether short contexts have such.
-    is_rotated: the splits are of rotated values
+    block:      number of tokens in the shortest split of a short context
+    fine: whether short contexts have shorter splits than long ones
+    is_rotated: whether the splits hold rotated values
     """
     batch, heads, head_dim = out.shape
     dim = triton.next_power_of_2(head_dim)

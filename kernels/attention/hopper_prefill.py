@@ -75,7 +75,7 @@ def pass_turn(TO: gl.constexpr):
 
 @gluon.constexpr_function
 def accumulator_layout(columns, depth=16):
-    """depth: numbers along the sum of one instruction, which are 32 bytes."""
+    """depth: how many numbers one instruction reads along the sum; together they have 32 bytes"""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
 
 
@@ -129,8 +129,8 @@ def softmax_step(
 
 @gluon.jit
 def wgmma_operand(probability, T: gl.constexpr):
-    """Rounded to 16 bits. Two numbers share one instruction: with two instructions for one number, the
-    compiler swaps the halves later.
+    """Rounded to 16 bits. One instruction converts two numbers: with an instruction for each number, the
+    compiler would swap the halves afterwards.
     """
     asm: gl.constexpr = f"cvt.rn.{'f16x2' if T.half else 'bf16x2'}.f32 $0, $2, $1;"
     halves = gl.inline_asm_elementwise(asm, "=r,r,r", [probability], dtype=T.dtype, is_pure=True, pack=2)
@@ -195,7 +195,7 @@ def places(first_token, item, WHICH: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def opaque(x):
-    """Return x, which the compiler cannot know to be the same."""
+    """Return x in such a way that the compiler cannot know that it is the same number."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -387,7 +387,7 @@ def hopper_prefill(
 ) -> None:
     """Write the tiles' tokens of `out`; arguments are as in the file's docstring and in `prefill_attention`.
 
-    key_table: given if the pages of keys have other numbers than the pages of values
+    key_table: the block table of the keys, if keys lie in other pages than values
     """
     heads, dim = q.shape[1:]
     kv_heads, page = key_pages.shape[1:3]

@@ -53,7 +53,7 @@ class Form:
 
     @property
     def key_layout(self) -> gl.NVMMASharedLayout:
-        """Shared memory of such loads."""
+        """Return the layout of shared memory for TMA loads of keys."""
         bits = 8 if self.e4m3_keys else 16
         return gl.NVMMASharedLayout(self.key_width * bits // 8, element_bitwidth=bits, rank=2)
 
@@ -124,7 +124,7 @@ class Item:
 
 @aggregate
 class Items:
-    """Return the number of all items, and this program's items."""
+    """All work items, and those of this program."""
 
     tiles: gl.tensor
     count: gl.tensor

@@ -9,8 +9,10 @@ from ..triton_imports import aggregate, gl, gluon, mbarrier, tma_load
 
 @aggregate
 class Ring:
-    """Slots of keys and of values, [slots, block, D], and the same as the boxes that TMA fills; mbarriers
-    that count the slots' bytes, and the warpgroups that are done with slots."""
+    """The ring's slots for keys and for values, [slots, block, D]; the same memory as boxes that TMA fills;
+    mbarriers that count the bytes in each slot, and mbarriers that count the warpgroups that no longer need a
+    slot.
+    """
 
     keys: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor

@@ -97,9 +97,11 @@ def tiles_of(first: int, chunks: Sequence[tuple[int, int, int]], padding: int) -
 class Form(NamedTuple):
     """Compile-time parameters of `_attend_tiles`.
 
-    dim, group: head_dim, and query heads of a kv head, as powers of two; tokens: of a program; block: tokens
-    of keys at a time; scales: as in `decode.py`
-    by_length: every tile is the last token of a context, of which only the length is given
+    dim, group: head_dim, and the number of query heads of a kv head, as powers of two
+    tokens: tokens of queries in a program
+    block:      tokens of keys at a time
+    scales:     as in `decode.py`
+    by_length:  every tile is the last token of a context, of which only the length is given
     """
 
     heads: int
@@ -259,8 +261,9 @@ def program_sizes(
 ) -> tuple[int, int]:
     """Return the rows of queries in a program, counting a group's heads, and the keys per block.
 
-    The step has `count` tokens; `dim` is a power of two; bytes are of a query's and of a stored element.
-    one_form: the same for every count.
+    The step has `count` tokens; `dim` is a power of two; the bytes are those of an element of queries and of
+    a stored element.
+    one_form: whether the sizes must be the same for every count
     """
     wide = itemsize == 4 or dim > 128
     if itemsize * dim > 512:
@@ -282,8 +285,8 @@ def prefill_attention(
 ) -> None:
     """Write the tiles' tokens of `out`; arguments are as in the file's docstring.
 
-    tiles: or the lengths of contexts, int32 [R], as `decode_attention` takes them: then row r of q is the
-    last token of context r, and gets the bits that it would get in a prompt's chunk
+    tiles: as `tiles_of` returns them, or the lengths of contexts, int32 [R]. With lengths, row r of q is the
+           last token of context r, and its result has the bits that it would have in a prompt's chunk
     one_form: the same program for every number of tokens
 
     The kernel compiles once for given head counts, page size and KV dtype; it specializes on no running size.

@@ -10,9 +10,10 @@ Assigning pages to requests is done elsewhere, and so are formats that pack more
 
 Queries come as one flat list of tokens, [T, H, D], cut into groups. A group is `b` requests with `n` query
 tokens each: a decode step is a few groups with n = 1, a prefill chunk is one group (b = 1) for each prompt in
-it. A group's pages are gathered by one copy of whole pages. The group then attends with everything outside
-causality, window and length at -inf. Rows of very different lengths are in different groups, so that a short
-request is never padded to a long one: the work is at most twice that of the real tokens.
+it. To attend, the pages of a group's requests are first copied side by side, whole pages at a time. The group
+then attends with everything outside causality, window and length at -inf. Rows of very different lengths are
+in different groups, so that a short request is never padded to a long one: the work is at most twice that of
+the real tokens.
 
 A chunk's queries attend in blocks, each over the keys that a query of the block may look at, so that
 causality halves the work of a long prompt. All blocks share one bias, since the bias depends only on the
@@ -169,7 +170,7 @@ def attend_group(
 
 
 def _blocks(n: int, group: TokenGroup, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Return the blocks of a chunk of n queries: which queries attend together, over which keys, and their
+    """Yield the blocks of a chunk of n queries: which queries attend together, over which keys, and their
     bias.
     """
     for first in range(0, n, QUERY_BLOCK):
@@ -203,8 +204,8 @@ def softmax_by_hand(
 
 
 def probabilities(products: Tensor, bias: Tensor, options: AttentionOptions) -> Tensor:
-    """Return the probabilities from queries' products with keys, fp32 [b, heads, n, keys], without those of
-    sinks.
+    """Return the probabilities from queries' products with keys, fp32 [b, heads, n, keys], leaving out the
+    probabilities of sinks.
     """
     scores = products * options.scale
     if options.softcap is not None:
@@ -222,7 +223,8 @@ def decode_groups(
 ) -> list[TokenGroup]:
     """Group one query token per request, its key already stored: lengths, int [B], count it.
 
-    block_table: int [B, at least the pages of the longest]; like: a tensor of the query's dtype and device.
+    block_table: int [B, at least the pages of the longest]
+    like:        a tensor of the query's dtype and device.
     """
     first_page = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
     counts = (lengths + page_size - 1) // page_size - first_page

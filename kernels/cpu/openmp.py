@@ -1,8 +1,8 @@
 """torch's own OpenMP threads, for kernels that numba compiles: no second pool is needed beside torch's.
 
 Kernels that run on Python's threads do not need this module. libgomp, which is part of torch's wheels for
-Linux, has the function; so have LLVM's and Intel's OpenMP. With any other OpenMP a kernel runs on the calling
-thread alone.
+Linux, has the function; so have LLVM's and Intel's OpenMP. If torch uses another OpenMP library, a kernel
+runs on the calling thread alone.
 """
 
 import ctypes

@@ -22,7 +22,9 @@ BYTES = 64
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call numba's own function, without the first parameter, with constants as types of their own."""
+    """Decorate like numba's `intrinsic`, with types: callers do not pass the first parameter, and each
+    constant is a type.
+    """
     return extending.intrinsic(prefer_literal=True)(function)
 
 
@@ -74,7 +76,7 @@ def of_bfloat16(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 
 def to_bfloat16(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
-    """Round to nearest, and of two equally near numbers to the even one. NaN stays NaN."""
+    """Round fp32 to bfloat16, to nearest, ties to even. NaN stays NaN."""
     bits = builder.bitcast(floats, INTS)
     odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
     rounded = builder.add(bits, builder.add(odd, constant(INTS, 0x7FFF)))
@@ -84,7 +86,9 @@ def to_bfloat16(builder: ir.IRBuilder, floats: ir.Value) -> ir.Value:
 
 
 def _alignment(kind: ir.Type) -> int:
-    """Memory is aligned only as a single number is: a vector's address may be anything."""
+    """Return the alignment that LLVM may assume: that of a single number, since vectors may begin at any
+    number.
+    """
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     return 4 if isinstance(element, ir.FloatType) else int(element.width) // 8
 

@@ -18,8 +18,8 @@ The formula (128 + q) * s - (128 + z) * s is not used: in bf16 it errs by a quar
 the fractional form take two packed multiply-adds for two weights.
 
 On sm_90, with groups of 128, the loop takes per weight 2.8 instructions for blocks of 8 assignments, 3.0 for
-16, 3.3 for 32, 3.5 for 64 and 4.8 for 128; groups of 32 take 0.4 to 0.8 more. The unpacking is 1.9 of them.
-In groups of 128 a decode step reads 4.25 bits a weight of the chosen experts.
+16, 3.3 for 32, 3.5 for 64 and 4.8 for 128; groups of 32 take 0.4 to 0.8 more. Unpacking takes 1.9
+instructions per weight. In groups of 128 a decode step reads 4.25 bits a weight of the chosen experts.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,9 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Pack a weight into `words` and `scale_words`, for activations of `dtype`.
 
-    codes: uint8 [E, N, K/2], low nibble is the even k; scale, zero: [E, N, K/group]; an integer `zero` gives
-    the integer form, a floating one the fractional form. K must be a multiple of the group size.
+    codes:       uint8 [E, N, K/2], low nibble is the even k
+    scale, zero: [E, N, K/group]; an integer `zero` gives the integer form, a floating one the fractional
+                 form. K must be a multiple of the group size.
     """
     kernel_group(group_size)
     words = torch.stack([_pack_words(of_expert) for of_expert in codes])

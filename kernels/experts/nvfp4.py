@@ -31,7 +31,8 @@ STRAY = tl.constexpr(packing.STRAY)
 def pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Pack one expert into `words` and `scale_words`, without their first dimension.
 
-    codes: uint8 [N, K] of 0..15; scale: float8_e4m3fn [N, K/16]
+    codes: uint8 [N, K] of 0..15
+    scale: float8_e4m3fn [N, K/16]
     """
     codes, recoded = packing.recode(codes, scale)
     words = packing.words_of_codes(by_word(codes))

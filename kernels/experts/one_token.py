@@ -16,8 +16,8 @@ warp has 16 rows and up to 8 tiles of 128 columns, 16 bytes a lane and load:
     mma.m16n8k16:    first operand (16 rows, a slice of 16 columns) . second (the slice, 8 columns)
 
 The 8 columns of the second operand are the *tiles of x*, the same for every tile of words: of the product of
-tile s only column s is meaningful, and is kept. So sums [16, 8] are ordered by group, and scales and zeros
-are applied once for 8 groups, in fp32, with S the sums of x over each group (a product with ones):
+tile s only column s is meaningful, and is kept. So sums [16, 8] are ordered by group. Scales and zeros are
+applied once for 8 groups, in fp32, with S the sums of x over each group (computed as a product with ones):
 
     integer zero      scale * (P + low * S)              P = sum (128 + q) x, low = -(128 + z)
     fractional zero   scale * (P - 136 * S) + low * S    low = (8 - z) * scale
@@ -245,7 +245,9 @@ def add_pairs(gate, up, more_gate, more_up):
 class GateUpForm(NamedTuple):
     """Compile-time parameters of `gate_up_kernel`.
 
-    splits: warps that share K; steps: tiles of a warp in a round; even: whether K is whole rounds
+    splits: warps that share K
+    steps:  tiles of a warp in a round
+    even: whether K is a whole number of rounds
     """
 
     programs: int
@@ -267,7 +269,8 @@ def gate_up_kernel(
 ):  # fmt: skip
     """Compute 16 activations of an expert; a warp has gate or up, and part of K; grid (FORM.programs, top_k).
 
-    inner: I; rows: 2 * I padded to whole tiles; next_*: the weights of `down`, and an expert's bytes there
+    inner: I
+    rows:  2 * I padded to whole tiles; next_*: the weights of `down`, and an expert's bytes there
     """
     WARPS: tl.constexpr = 2 * FORM.splits
     ROUNDS: tl.constexpr = FORM.rounds
@@ -378,7 +381,9 @@ def down_kernel(
 
 
 def steps_and_rounds(k_tiles: int, splits: int) -> tuple[int, int]:
-    """Return a warp's tiles in a round, and the rounds, with as little wasted work as possible."""
+    """Return the number of a warp's tiles in a round, and the number of rounds, so that as little work as
+    possible is wasted.
+    """
     rounds = triton.cdiv(k_tiles, splits * MOST_STEPS)
     return triton.cdiv(k_tiles, splits * rounds), rounds
 

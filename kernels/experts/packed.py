@@ -50,7 +50,7 @@ REUSED_FROM = 64
 
 @triton.jit
 def words_at(rows_at, table, BN: tl.constexpr):
-    """Where the words of rows lie, [BN, 16]."""
+    """Return where the words of rows lie, [BN, 16]."""
     return rows_at[:, None] + tl.arange(0, 16)[None, :]
 
 
@@ -171,8 +171,10 @@ def part_of(tile, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
 class Form(NamedTuple):
     """Compile-time parameters of the kernel, beside the decoder.
 
-    shared_by: assignments that share a row of x; evict: Triton's policy for weights; chains: tiles of words
-    per iteration, each with its own sum: two chains of products hide each other's latency
+    shared_by: assignments that share a row of x
+    evict:     Triton's policy for weights
+    chains:    tiles of words per iteration, each with its own sum: two chains of products hide each other's
+               latency
     """
 
     shared_by: int
@@ -195,7 +197,8 @@ def packed_grouped_kernel(
 ):  # fmt: skip
     """Sum acc [bn, bm] += weight tile [bn, 128] . x tile [bm, 128]^T over K; grid (blocks * row tiles).
 
-    rows: N padded to whole tiles of 64, for a bn that reaches beyond; k_tiles: tiles of words along K
+    rows:    N padded to whole tiles of 64, for a bn that reaches beyond
+    k_tiles: tiles of words along K
     """
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn

@@ -28,7 +28,8 @@ from .tile import ROWS_PER_EXPERT, block_rows_of, bucket_of
 class ExpertRouting:
     """Blocks of assignments; the file's docstring describes the tensors.
 
-    count: assignments, T * top_k; bucket: the index of the tiles to use, see `tile.py`
+    count:  assignments, T * top_k
+    bucket: the index of the tiles to use, see `tile.py`
     """
 
     assignments: Tensor
@@ -59,7 +60,9 @@ def max_blocks(count: int, experts: int, block_rows: int) -> int:
 
 
 def route_reference(expert: Tensor, experts: int, block_rows: int) -> tuple[Tensor, Tensor]:
-    """Return `assignments` and `block_expert`, unused blocks filled, in plain torch with the host's help."""
+    """Return `assignments` and `block_expert` with unused blocks filled in; in plain torch, with the host's
+    help.
+    """
     flat = expert.flatten()
     count = len(flat)
     blocks = max_blocks(count, experts, block_rows)
@@ -120,7 +123,9 @@ LARGEST_CHUNK = 4096
 
 
 def chunk_of(bucket: int, experts: int) -> tuple[int, int]:
-    """Return how many assignments a program reads at once, all of a bucket's if few; and its warps."""
+    """Return how many assignments a program reads at once (all of a bucket's, if there are few), and its
+    number of warps.
+    """
     most = min(ROWS_PER_EXPERT[bucket] * experts, LARGEST_CHUNK)
     chunk = max(32, triton.next_power_of_2(int(most)))
     return chunk, 1 if chunk <= 128 else 4 if chunk <= 1024 else 8
@@ -138,7 +143,7 @@ def buffer_size(count: int, experts: int) -> int:
 
 
 def routing_in(buffer: Tensor, count: int, experts: int, block_rows: int | None = None) -> ExpertRouting:
-    """Return the blocks of `count` assignments that are in `buffer`, int32 [at least `buffer_size`]."""
+    """Return the blocks that `buffer`, int32 [at least `buffer_size`], holds for `count` assignments."""
     bucket = bucket_of(count, experts)
     rows = block_rows_of(count, experts) if block_rows is None else block_rows
     blocks = max_blocks(count, experts, rows)

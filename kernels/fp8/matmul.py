@@ -33,9 +33,12 @@ UNIT = tl.constexpr(SPLIT_UNIT)
 class Form(NamedTuple):
     """Compile-time parameters of the kernel.
 
-    split_k: K is split; sequential: one CTA takes all splits; even_k: K is whole steps of `bk` columns
-    blocks: a row has a scale for every 128 columns; evict: Triton's policy for weights
-    pdl: launched before the kernel that rounds x ends
+    split_k: whether K is split
+    sequential: whether one CTA takes all splits
+    even_k: whether K is a whole number of steps of `bk` columns
+    blocks:     a row has a scale for every 128 columns
+    evict:      Triton's policy for weights
+    pdl: whether it is launched before the kernel that rounds x has ended
     """
 
     split_k: bool
@@ -87,7 +90,9 @@ def fp8_kernel(
     x, x_scale, weight, w_scale, y, partials, semaphores, M, N, K, tiles_m, splits,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA."""
+    """The grid has the tiles of y, with all tiles of the same rows of the weight together; if each split has
+    a CTA, the grid is as many times as large.
+    """
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     BK: tl.constexpr = FORM.bk

@@ -6,8 +6,8 @@ it; Triton.
     scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by 448; or the
                       given scale in every row
 
-The bits are those of the definition on a CPU: both divisions are rounded as IEEE says. A call takes 3 M K
-bytes, all but M K of them in L2 if x was just written.
+The results are bit for bit those of the definition on a CPU, because both divisions are rounded as IEEE 754
+requires. A call takes 3 M K bytes, all but M K of them in L2 if x was just written.
 """
 
 import torch
@@ -27,7 +27,7 @@ GROUPS_AT_ONCE = 32
 
 @triton.jit
 def _codes(values, scale):
-    """Return E4M3 codes of values, which fp32 scales of the same or a broadcast shape multiply."""
+    """Return E4M3 codes of `values`, divided by fp32 scales of the same or a broadcast shape."""
     divisor = tl.where(scale > 0, scale, 1.0)
     wide = tl.where(scale > 0, tl.div_rn(values, divisor + tl.zeros_like(values)), 0.0)
     # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
@@ -69,7 +69,7 @@ def round_rows_kernel(
 def round_groups_kernel(
     x, codes, scales, M, groups, ROWS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
 ):
-    """Round groups, with a CTA for so many consecutive ones, of which a row of x has `groups`."""
+    """Round groups of 128 columns, a number of consecutive groups per CTA; a row of x has `groups` groups."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

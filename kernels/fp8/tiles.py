@@ -30,7 +30,8 @@ IN_TURNS = Tile(64, 128, 128, 3, 8)
 def tile_for(m: int, sequential: bool, blocks: bool) -> Tile:
     """Return the tile for m rows of x.
 
-    sequential: one CTA takes all splits of K; blocks: a row has a scale for every 128 columns
+    sequential: one CTA takes all splits of K
+    blocks:     a row has a scale for every 128 columns
     """
     if blocks and m > TILES[-1].bm:
         return MORE_ROWS_IN_BLOCKS
@@ -41,7 +42,9 @@ def tile_for(m: int, sequential: bool, blocks: bool) -> Tile:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, k: int) -> int:
-    """Return the number of splits of K: by the weight's shape alone, so that a row fills a GPU."""
+    """Return the number of splits of K. It depends on the weight's shape alone and is chosen so that one row
+    fills a GPU.
+    """
     units = triton.cdiv(k, SPLIT_UNIT)
     return max(1, min(MAX_SPLITS, units // MIN_UNITS, SLOTS // triton.cdiv(n, TILE_ROWS)))
 

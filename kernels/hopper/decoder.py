@@ -1,7 +1,7 @@
 """The decoder interface of the Hopper kernels: a packed format's bytes in the ring become wgmma's operand.
 
-Each format has one subclass, in its own folder. Packing lies beside each decoder; scheduling, loading and
-summing are the same for all formats and are not here.
+Each format has one subclass, in its own folder. Packing is defined beside each decoder. Scheduling, loading
+and summing are the same for all formats and are defined elsewhere.
 """
 
 from abc import ABC, abstractmethod

@@ -5,7 +5,8 @@
 
 An SM stores 22 to 29 bytes a cycle whatever the instruction (H200, November 2026), so from `FP16_ROWS` rows
 of x on partial sums travel in fp16, times a power of two for each thread: the loss is at most 2^-11 of a sum,
-and more only of sums under 2^-29 of the thread's greatest. Rounding y loses 2^-8 (bf16) or 2^-11.
+and more only of sums under 2^-29 of the thread's greatest. Rounding y loses 2^-8 of a number in bf16, and
+2^-11 in fp16.
 
 Scratch memory is laid out like this for each CTA (or tile, with prefetched tails): a thread's sums of eight
 columns are 16 bytes, threads side by side; behind fp16 sums follows an fp32 scale for each thread.
@@ -93,7 +94,9 @@ def fragment_layout(rows):
 
 @gluon.jit
 def scale_rows(accumulator, output, row, t):
-    """The sums of rows of x from `row` on times their factors, which the kernel before may have written."""
+    """Multiply the sums of the rows of x from `row` on by their factors, which the previous kernel may have
+    written.
+    """
     gdc_wait()
     m = row + gl.arange(0, t.BM // t.HALVES, gl.SliceLayout(0, t.MMA))
     factor = gl.load(output.factor + m, mask=m < output.M, other=0.0, cache_modifier=".cg")
@@ -122,8 +125,8 @@ def partial_offsets(BN: gl.constexpr):
 def send_partials(fragments, exchange, offsets, t):
     """Store partial sums, then release the owner's semaphore.
 
-    Addresses are immediates relative to one register, because separate addresses would take the registers
-    that hold loads in flight.
+    Addresses are constant offsets from one register: separate addresses would need the registers that hold
+    loads in flight.
     """
     gdc_wait()
     scratch = opaque_address(exchange.partials + exchange.cta * partial_floats(t.BN, t.BM))
@@ -158,7 +161,9 @@ def store_scaled_fp16(fragments, scratch, offsets, t):
 
 @gluon.jit
 def reduce_partials(fragments, exchange, offsets, t):
-    """As owner: wait for the CTAs behind it that have a part of the tile; add their sums, in order of K."""
+    """As a tile's owner, wait for the later CTAs that have a part of the tile, and add their sums in the
+    order of K.
+    """
     cta = exchange.cta
     last_cta = exchange.last_cta
     semaphore_acquire(exchange.semaphores + cta, last_cta - cta)
@@ -202,7 +207,7 @@ def add_scaled_fp16(fragments, scale_address, address, OFFSET: gl.constexpr, SHA
 
 @gluon.jit
 def store_y(fragments, output, tile_n, tile_m, t):
-    """Round the sums and store them to the tile of y, as far as it has rows and columns."""
+    """Round the sums and store them to the tile of y, only where y has rows and columns."""
     M = output.M
     N = output.N
     if output.factor is not None and not t.FACTOR_BY_ROW:

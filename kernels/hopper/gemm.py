@@ -55,7 +55,9 @@ MAX_ROWS = 16384
 
 
 def matmul(x: Tensor, weight: PackedOperand, n: int, batch_invariant: bool = False) -> Tensor:
-    """Return y [M, N] = x [M, K] @ w.T; x has the decoder's bf16 or fp16, contiguous, aligned to 16 bytes."""
+    """Return y [M, N] = x [M, K] @ w.T; x has the decoder's dtype, bf16 or fp16, and is contiguous and
+    aligned to 16 bytes.
+    """
     m = len(x)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if batch_invariant:

@@ -12,11 +12,11 @@ x cost one wgmma of N=16 and not a tile of 64 rows three quarters empty.
 
 A weight with few tiles is split along K, into the number of splits that suits a single row of x. Each split
 writes its fp32 partial sums to scratch memory. The CTA that finishes last adds them in the order of K, so the
-bits do not depend on which CTA is last. For more rows one CTA sums a tile's splits, one after the other, to
-the same bits (SEQUENTIAL).
+bits do not depend on which CTA is last. For more rows of x, one CTA computes all splits of a tile, one after
+another, with the same bits (SEQUENTIAL).
 
 With PDL (programmatic dependent launch), the producer loads weights before the kernel ahead has ended;
-activations, and all stores, wait for that kernel's end.
+loads of activations and all stores wait until that kernel has ended.
 """
 
 from dataclasses import dataclass

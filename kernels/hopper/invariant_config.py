@@ -46,7 +46,8 @@ class Split:
 
 
 def split_of(tiles: int, units: int, slots: int, reduce_cost: float = 0.0) -> Split:
-    """Plan whole waves of the chip, then split the rest so that it fills one more as well as it can.
+    """Plan whole waves of CTAs, then split the remaining tiles so that they fill one more wave as well as
+    possible.
 
     A split costs one and a half units to start and two fifths of a unit to be reduced.
     """

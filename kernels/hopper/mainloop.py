@@ -4,8 +4,8 @@
     ring slot (x) ----------- B operand in shared memory, transposed ---+--> wgmma
 
 The asynchronous wgmmas of a warpgroup wait in a queue with room for two or three of K=16; a warpgroup that
-issues another stalls until there is room. So the decoding behind all wgmmas of a chunk is hidden only by the
-last of them, and there are three schedules:
+issues another stalls until there is room. So if all wgmmas of a chunk are issued before the next chunk is
+decoded, only the last of them hide the decoding. There are therefore three schedules:
 
     chunked_mainloop  decode 64 or 128 columns, then issue their wgmmas: up to 64 rows of x, which is bound
                       by bytes from HBM, or where the scale multiplies the sums
@@ -14,9 +14,9 @@ last of them, and there are three schedules:
     halves_mainloop   decode 128 columns and multiply them by half of x at a time: 256 rows, where the scale
                       multiplies the sums, whose registers leave none for a second chunk
 
-All loops wait on full mbarriers with all lanes and arrive at empty ones once a warp (`ptx.py`), and return
-the accumulator [BN, BM] or both halves of it, the slot behind their last stage and its phase. The kernel in
-`invariant.py` has a loop of its own.
+In all loops, all lanes wait on full mbarriers, and one lane of each warp arrives at empty mbarriers
+(`ptx.py`). The loops return the accumulator [BN, BM] or both halves of it, and the slot and the phase that
+follow their last stage. The kernel in `invariant.py` has a loop of its own.
 """
 
 from ..triton_imports import gl, gluon, warpgroup_mma, warpgroup_mma_wait
@@ -73,7 +73,7 @@ def read_operand(slot, lane, row, CHUNK: gl.constexpr, t, smem):
 
 @gluon.jit
 def as_operand(weight, t):
-    """What `read_operand` has read, as wgmma takes it."""
+    """Return the result of `read_operand` in the form that wgmma takes."""
     if t.X_BITS == 8:
         return e4m3_operand(weight, t)
     else:
@@ -132,7 +132,7 @@ def chunked_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
 
 @gluon.jit
 def read_chunk(slot, lane, CHUNK: gl.constexpr, t, smem):
-    """Chunk `CHUNK` of a slot, before it is decoded: the words of its tile or tiles, and the sums' scales."""
+    """Read chunk `CHUNK` of a slot, undecoded: the words of its tiles, and the scales of its sums."""
     tile: gl.constexpr = CHUNK * t.SLICES // 4
     words = t.DECODER.read_words(slot, lane, tile, t, smem)
     more_words = words
@@ -145,8 +145,8 @@ def read_chunk(slot, lane, CHUNK: gl.constexpr, t, smem):
 def halves_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
     """`chunked_mainloop` with scaled sums for two halves of x, one after the other: two accumulators.
 
-    There are registers for the sums of a chunk over one half, and for no other chunk's operand. While a
-    warpgroup decodes, or adds such sums to its accumulator, the wgmmas of the other warpgroup run.
+    The registers hold the sums of one chunk over one half of x, but not another chunk's operand. While one
+    warpgroup decodes or adds to its accumulator, the wgmmas of the other warpgroup run.
     """
     HALF: gl.constexpr = t.BM // 2
     low = gl.zeros([t.BN, HALF], gl.float32, t.MMA)

@@ -17,7 +17,9 @@ PLAIN_5D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
 
 @gluon.constexpr_function
 def words_register_layout(rows: int):
-    """The layout of a tile's words, [row / 16, r, t, v, u], among warps: each thread has its lane's four."""
+    """Return the layout of a tile's words, [row / 16, r, t, v, u], over all warps: each thread has the four
+    words of its lane.
+    """
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]],
         lane_bases=[[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]],
@@ -29,7 +31,7 @@ def words_register_layout(rows: int):
 
 @gluon.jit
 def words_offset(warp, r, quad, t):
-    """Return the byte offset in a stage of a lane's words of its first tile."""
+    """Return where, in bytes from the start of a stage, a lane's words of the first tile lie."""
     return (warp // 4) * (t.K_TILES * 2048) + ((warp % 4) * 32 + r * 4 + quad) * 16
 
 

@@ -26,9 +26,11 @@ def join_slices(part, SLICES: gl.constexpr):
 
 @gluon.jit
 def e4m3_words(words, more_words, CHUNK: gl.constexpr, t):
-    """wgmma's A registers in E4M3 as words, each four columns of a row: [row / 16, r, t, v, u, slice, tile].
+    """Return wgmma's A registers in E4M3 as words, each with four columns of a row: [row / 16, r, t, v, u,
+    slice, tile].
 
-    Numbers of eight bits are not joined yet: LLVM takes those apart wherever a loop hands them on.
+    The words are not yet split into numbers of eight bits, because LLVM would handle each such number
+    separately between iterations of a loop.
     """
     if t.SLICES == 2:
         return t.DECODER.decode(words, CHUNK % 2)
@@ -54,8 +56,9 @@ def four_types():
 def e4m3_operand(words, t):
     """Return the result of `e4m3_words` as the A operand [BN, 16 * SLICES].
 
-    Four words side by side in a thread are one register of four results. So the last two dimensions of each
-    of these are a register's bytes, and which of the words it is becomes the two that are joined.
+    Four neighbouring words of a thread become one register in each of four results. The last two dimensions
+    of each result are therefore the bytes of a register, and the two joined dimensions say which word the
+    bytes come from.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, t.MMA, 4)
     asm: gl.constexpr = bytes_asm()
@@ -75,7 +78,9 @@ def e4m3_operand(words, t):
 
 @gluon.jit
 def wgmma_operand(words, scales, more_words, more_scales, CHUNK: gl.constexpr, t):
-    """Return wgmma's A operand [BN, 16 * SLICES] in registers from a tile's words; 8 slices: two tiles'."""
+    """Return wgmma's A operand [BN, 16 * SLICES] in registers from the words of one tile, or of two tiles if
+    there are 8 slices.
+    """
     operand: gl.constexpr = gl.DotOperandLayout(0, t.MMA, 2)
     if t.SLICES == 8:
         low = join_slices(t.DECODER.decode(words, scales, 0, 4, t), 4)

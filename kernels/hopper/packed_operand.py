@@ -47,7 +47,9 @@ class PackedOperand:
 
     @property
     def columns(self) -> int:
-        """K of the packed weight: in whole tiles, and summed over all planes of its decoder."""
+        """The number of columns K of the packed weight, rounded up to whole tiles and summed over all planes
+        of the decoder.
+        """
         return self.words.shape[1] * 64
 
     def descriptors(self, x: Tensor, tile: HopperTile) -> list[TensorDescriptor]:

@@ -5,9 +5,10 @@ memory before a TMA load into memory that the group has written. In this file ea
 itself. Addresses in shared memory are byte offsets into its one allocation, which lies at `global_smem` (a
 test checks that).
 
-Each operation is a Gluon function with its PTX above it. `ptx` numbers the operands, which the text names:
-results first, then arguments. With `pack=4` an argument is four registers, one for each value of a thread.
-`inline_asm_elementwise` needs a result, so an instruction without a result sets `unused` to zero.
+Each operation is a Gluon function with its PTX above it. The PTX names its operands, and the function `ptx`
+replaces the names by numbers: results first, then arguments. With `pack=4` an argument is four registers, one
+for each value of a thread. `inline_asm_elementwise` needs a result, so an instruction without a result sets
+`unused` to zero.
 """
 
 from ..triton_imports import gl, gluon
@@ -50,7 +51,8 @@ def init_mbarriers_asm(full, empty, sent, x_full, stages, tails, warps, reorderi
 
 @gluon.jit
 def init_mbarriers(any_value, t, smem, TAILS: gl.constexpr, REORDERING: gl.constexpr):
-    """Thread 0 initializes the mbarriers: one arrival fills a stage; all warps empty it, and send a tail.
+    """Let thread 0 initialize the mbarriers. One arrival marks a stage as full; all warps have to arrive to
+    mark a stage as empty, or a tail as sent.
 
     REORDERING: warps that reorder x, and arrive at full stages too
     """
@@ -107,8 +109,8 @@ def mbarrier_arrive_asm():
 
 @gluon.jit
 def mbarrier_arrive(barrier, pred):
-    """This warp arrives once. The wgmma issued since a lane's read used the words of that read, so the read
-    is complete.
+    """Let this warp arrive once at the mbarrier. The wgmma that was issued since a lane's last read used the
+    words of that read, so the read is complete.
     """
     gl.inline_asm_elementwise(
         mbarrier_arrive_asm(), "=r,r,r", [barrier, pred.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
@@ -249,7 +251,9 @@ def semaphore_reset(semaphore, OF: gl.constexpr):
 
 @gluon.jit
 def opaque_address(pointer):
-    """Hide a pointer as an int64 that the compiler cannot recompute, and so hoists nothing out of."""
+    """Return a pointer as an int64 that hides its origin, so that the compiler does not move computations
+    with it out of loops.
+    """
     return gl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [pointer.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -284,7 +288,7 @@ def load_fp32_asm(offset):
 
 @gluon.jit
 def load_fp32(address, wanted, OFFSET: gl.constexpr):
-    """Load four of another CTA's sums from `address + OFFSET`, past L1; zeros if not `wanted`."""
+    """Load four sums of another CTA from `address + OFFSET`, bypassing L1; return zeros if not `wanted`."""
     return gl.inline_asm_elementwise(
         load_fp32_asm(OFFSET), "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, wanted],
         dtype=gl.float32, is_pure=False, pack=4,
@@ -304,7 +308,7 @@ def max_abs_asm():
 
 @gluon.jit
 def max_abs(sums, before):
-    """Return the greatest magnitude of a thread's four sums and `before`, four times."""
+    """Return the greatest magnitude of a thread's four sums and `before`, repeated four times."""
     return gl.inline_asm_elementwise(
         max_abs_asm(), "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [sums, before],
         dtype=gl.float32, is_pure=True, pack=4,
@@ -352,7 +356,7 @@ def store_scale(scale, address, OFFSET: gl.constexpr):
 
 @gluon.constexpr_function
 def load_lines(what, offset, shared):
-    """Return PTX that loads from `$address0 + offset` in shared memory or, past L1, in global memory."""
+    """Return PTX that loads from `$address0 + offset` in shared memory or, bypassing L1, in global memory."""
     if shared:
         base = ("mov.u32 p, global_smem;", "add.u32 p, p, $address0;")
         return (*base, f"ld.shared.{what}, [p+{offset}];")
@@ -393,7 +397,7 @@ def load_scale_asm(offset, shared):
 
 @gluon.jit
 def load_scale(address, OFFSET: gl.constexpr, SHARED: gl.constexpr):
-    """Load the scale that `store_scale` stored, four times."""
+    """Load the scale that `store_scale` stored; return it repeated four times."""
     return gl.inline_asm_elementwise(
         load_scale_asm(OFFSET, SHARED), load_constraints(4, SHARED), [address],
         dtype=gl.float32, is_pure=False, pack=4,
@@ -447,7 +451,8 @@ def store_y_asm(half):
 
 @gluon.jit
 def store_transposed(sums, address, inside, HALF: gl.constexpr):
-    """Return a thread's four sums, two neighbours in M of two rows of w, as four neighbours in a row of y.
+    """Exchange sums within a warp: a thread gives four sums, two neighbours in M of two rows of w, and gets
+    four neighbours in a row of y.
 
     The sums are transposed within the warp in two steps: 8x8 blocks by movmatrix, then between neighbouring
     lanes, so that four lanes fill a 32-byte sector.

@@ -1,14 +1,15 @@
 """Warps that put a stage's activations in another order, for decoders whose lanes hold eight columns.
 
 wgmma gives lane 4 r + t pair t of every four pairs of columns. A format that looks up eight columns at once
-has pairs 4 t .. 4 t + 3 of 32 columns in that lane. Both sides of a product may have their columns in any
-order, if it is the same on both, so these warps transpose the pairs of x:
+has pairs 4 t .. 4 t + 3 of 32 columns in that lane. The columns of both operands may be in any order, if the
+order is the same. These warps therefore transpose the pairs of x:
 
     pair 4 t + q of 32 columns  -->  pair 4 q + t
 
-The 16 pairs are the bytes of four 16-byte chunks: four loads and four stores for a thread. These warps work
-between the producer and the consumers: x arrives at separate mbarriers, and a stage is full when these warps
-arrive as well. Words and scales are not reordered, nor is x for formats that are packed in wgmma's own order.
+The 16 pairs are four chunks of 16 bytes, which a thread moves with four loads and four stores. These warps
+work between the producer and the consumers: x arrives at separate mbarriers, and a stage is full when the
+reordering warps have arrived as well. Words and scales are not reordered, nor is x for formats that are
+packed in wgmma's own order.
 """
 
 from ..triton_imports import gl, gluon
@@ -20,7 +21,7 @@ THREADS = gl.constexpr(REORDERING_WARPS.value * 32)
 
 @gluon.constexpr_function
 def transpose_asm(first, rows):
-    """first: an item, a multiple of 64; the thread handles item first + $address"""
+    """first: the number of an item, a multiple of 64; the thread handles item `first + $address`"""
     half, row = first // rows, first % rows
     added, xored = half // 2 * rows * 128 + row * 128, half % 2 * 64
     lines = [
@@ -39,7 +40,9 @@ def transpose_asm(first, rows):
 
 @gluon.jit
 def transpose_pairs(address, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Load four chunks of item `FIRST` from `address` on; a chunk's place in a row is xored by the row."""
+    """Transpose the pairs of item `FIRST`, whose four chunks lie from `address` on; the place of a chunk in a
+    row is xored with the row's number.
+    """
     gl.inline_asm_elementwise(
         transpose_asm(FIRST, ROWS), "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1
     )

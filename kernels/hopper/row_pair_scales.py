@@ -14,7 +14,7 @@ from .ptx import load_shared_v2
 
 @gluon.jit
 def scale_offset(warp, r, quad, t):
-    """Return the byte offset in a stage of a lane's two words of its first tile."""
+    """Return where, in bytes from the start of a stage, a lane's two words of the first tile lie."""
     return (warp // 4) * (t.K_TILES * 256) + ((warp % 4) * 8 + r) * 8 + quad * 0
 
 

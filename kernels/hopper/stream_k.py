@@ -17,17 +17,18 @@ tile, do others whole and begin one more:
 * Partial sums cost as much time as 200 to 400 columns of K: to send, to wait for and to add. So where the
   same split recurs every two, three or four CTAs, start offsets give the senders less to multiply
   (`stream_k_config.balanced_start_offsets`). Or tail partials are prefetched: `tail_prefetch.py`.
-* An owner waits for CTAs with higher numbers, which the grid starts first (it counts backwards), so it never
-  waits for one that has yet to be scheduled. With as many CTAs as tiles (data-parallel) nobody waits.
-* All CTAs read x, and where many are at the same columns at the same time, L2 serves several with one read.
-  So a number of CTAs that splits few tiles alike is worth more than one that keeps every SM busy: 80 tiles of
-  256 rows of x by 120 CTAs, three for two tiles, take 40 us, by 132 CTAs 51 (H200, November 2026).
+* An owner waits only for CTAs with higher numbers, which the grid starts earlier (it counts backwards), so an
+owner never waits for a CTA that has yet to be scheduled. With as many CTAs as tiles (data-parallel) nobody
+waits.
+* All CTAs read x. If several CTAs are at the same columns at the same time, L2 serves them with one read from
+  memory. So a number of CTAs that splits few tiles alike is worth more than one that keeps every SM busy: 80
+  tiles of 256 rows of x by 120 CTAs, three for two tiles, take 40 us, by 132 CTAs 51 (H200, November 2026).
 * Warp specialization: one producer warp issues TMA loads, one or two warpgroups consume. No CTA barrier in
   the main loop: each warp waits and arrives at mbarriers by itself (`ptx.py`).
 * PDL (programmatic dependent launch): weights are loaded before the kernel ahead has ended; activations, and
   everything that is written, wait for its end.
 
-Run-time integers are separate kernel arguments because Triton 3.6 ignores `do_not_specialize` for those in
+Run-time integers are separate kernel arguments because Triton 3.6 ignores `do_not_specialize` for integers in
 tuples, and would compile again for new values. Triton specializes on no floating-point number.
 """
 
@@ -130,7 +131,7 @@ class Decomposition:
 
     @gluon.jit
     def owner_of(self, tile):
-        """Return the CTA with the tile's first iteration: the last that starts no later.
+        """Return the CTA with the tile's first iteration: the last CTA that starts no later than the tile.
 
         Start offsets move no start from one tile into another, so equal shares give the answer.
         """
@@ -205,7 +206,7 @@ def load_stage(
 
 @gluon.jit
 def fill_ring(ring, work, WEIGHTS: gl.constexpr, ACTIVATIONS: gl.constexpr, t, smem):
-    """Start loading into all slots of the empty ring, as the prologue; return the place behind them."""
+    """Start loading into all slots of the empty ring, as the prologue; return the stage that follows."""
     tile_n = work.tile_n
     tile_m = work.tile_m
     k = work.k
@@ -302,8 +303,9 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
 class Form(NamedTuple):
     """Compile-time parameters of the kernel.
 
-    scale_weights: scales multiply weights, else sums; vector_store: rows of y have whole groups of four
-    tails: CTAs beyond one a tile have the tails of several
+    scale_weights: whether scales multiply weights; else they multiply sums
+    vector_store:  whether rows of y have whole groups of four
+    tails:         whether further CTAs, beyond one per tile, have the tails of several tiles
     """
 
     tile: "Tile"
@@ -320,7 +322,7 @@ class Form(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _cache_key(form: Form) -> str:
-    """Return `Form.cache_key`, for which Triton asks at each of its launches."""
+    """Return `Form.cache_key`; Triton asks for it at every launch."""
     return f"{form!r}-{form.decoder.cache_key}"
 
 
@@ -460,7 +462,7 @@ of Python a launch, more than most products take on the GPU; no graph covers the
 
 
 def alignment(pointer: Tensor | None) -> int | None:
-    """Return how far a tensor begins behind a multiple of 16 bytes; a kernel may be compiled for 0."""
+    """Return by how many bytes a tensor's start misses a multiple of 16; kernels may be compiled for 0."""
     return None if pointer is None else pointer.data_ptr() % 16
 
 
@@ -479,8 +481,8 @@ class Split(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def split_of(m: int, n: int, columns: int, config: Config) -> Split:
-    """A split is computed once for all layers of one shape: in a prompt that no graph covers, Python's time
-    counts.
+    """Return the split, computed once for all layers of one shape: when a prompt is processed without a CUDA
+    graph, the time of Python matters.
     """
     tile, num_ctas, offsets = config.tile, config.num_ctas, config.start_offsets
     tiles_m = triton.cdiv(m, tile.m)
@@ -504,5 +506,7 @@ def packed_bytes(offsets: tuple[int, ...]) -> int:
 
 
 def form_of(tile: Tile, decoder: Decoder, n: int, tails: bool) -> Form:
-    """Return the kernel's compile-time parameters; of n only whether rows of y are whole groups of four."""
+    """Return the kernel's compile-time parameters. They depend on n only by whether rows of y have whole
+    groups of four.
+    """
     return Form(tile, decoder, not decoder.scales_sums(tile), n % 4 == 0, tails)

@@ -110,7 +110,9 @@ def large_m_config(tile: Tile, m: int, n: int, k: int) -> Config:
 
 
 def head_tail_config(tiles: int, iters_per_tile: int) -> Config | None:
-    """Use a CTA for the head of each 256x64 tile, and one for the tails of every few that is done in time."""
+    """Use one CTA for the head of each 256x64 tile, and one CTA for the tails of as many tiles as it can
+    finish in time.
+    """
     idle = NUM_SMS - tiles
     most = tail_prefetch.MAX_TAILS.value
     each = next((e for e in range(2, most + 1) if tiles % e == 0 and tiles // e <= idle), 0)
@@ -154,7 +156,7 @@ def split_config(tile: Tile, m: int, n: int, k: int) -> Config:
 
 
 def l2_aligned_ctas(tiles: int, slots: int, places: int) -> int:
-    """Return the largest number of CTAs whose shares start at no more than this many places of K.
+    """Return the largest number of CTAs whose shares start at no more than `places` different places along K.
 
     The number is at least nine tenths of `slots`, or all of them.
     """
@@ -199,7 +201,7 @@ def balanced_start_offsets(
 
 
 def finish_times(starts: list[int], iters_per_tile: int, iter_columns: int) -> list[float]:
-    """Return when each of some CTAs is done: CTA i, here the last first, has iterations from starts[i] on."""
+    """Return when each CTA finishes, the last CTA first; CTA i begins at iteration starts[i]."""
     sent: dict[int, list[float]] = {}
     times = []
     for first, end in reversed(list(itertools.pairwise(starts))):

@@ -31,7 +31,7 @@ MAX_TAILS = gl.constexpr(8)
 def send_tail(fragments, partials, offsets, tile, barrier, t):
     """As consumers, store a tail's partial sums; `signal_tails` releases the semaphore.
 
-    Activations have come, so the kernel before this one has ended (PDL) and no longer reads scratch memory.
+    The activations have arrived, so the previous kernel has ended (PDL) and no longer reads scratch memory.
     """
     scratch = opaque_address(partials + tile * partial_floats(t.BN, t.BM))
     store_scaled_fp16(fragments, scratch, offsets, t)
@@ -41,7 +41,9 @@ def send_tail(fragments, partials, offsets, tile, barrier, t):
 
 @gluon.jit
 def signal_tails(exchange, num_tails, smem):
-    """As the producer warp of a CTA of tails, release each tile's semaphore once all warps have stored."""
+    """As the producer warp of a CTA that computes tails, release each tile's semaphore when all warps have
+    stored their sums.
+    """
     for i in range(num_tails):
         mbarrier_wait(smem.SENT + i * 8, 0)
         semaphore_release(exchange.semaphores + exchange.owner + i, "laneid")
@@ -49,7 +51,7 @@ def signal_tails(exchange, num_tails, smem):
 
 @gluon.jit
 def prefetch_tail(exchange, stages, t, smem):
-    """As an owner's producer warp, load the tail's sums into the slot behind its `stages` stages.
+    """As an owner's producer warp, load the tail's sums into the slot that follows its `stages` stages.
 
     The sums replace the slot's activations, and their scales replace its words.
     """

@@ -18,7 +18,7 @@ from .traits import Slots
 
 @aggregate
 class Ring:
-    """TMA descriptors, the ring that they fill, and an mbarrier a stage that counts the bytes."""
+    """TMA descriptors, the ring that they fill, and for each stage an mbarrier that counts the bytes."""
 
     x_desc: tensor_descriptor
     words_desc: tensor_descriptor

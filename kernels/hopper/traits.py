@@ -1,7 +1,7 @@
 """Compile-time numbers of the Hopper kernels, as Gluon aggregates.
 
-Traits are built as in CUTLASS: once at the top of a kernel from the host's `HopperTile` and `Decoder` and
-passed down, so that no device function repeats them. Traits hold no run-time values.
+As in CUTLASS, traits are built once at the top of a kernel, from the host's `HopperTile` and `Decoder`, and
+passed down, so that no device function computes them again. Traits hold no run-time values.
 """
 
 import math
@@ -137,10 +137,10 @@ class Smem:
 
 @aggregate
 class Slots:
-    """A ring in the stream-K kernel's one allocation: its slot i is block FIRST + i of a view of all of it.
+    """A ring in the stream-K kernel's one allocation: slot i is block FIRST + i of a view of the whole
+    allocation.
 
-    A view of the ring alone would have to begin at its first slot and be larger than that, which Triton 3.8
-    and 3.9 refuse.
+    Triton 3.8 and 3.9 refuse a view that begins at the ring's first slot and holds all its slots.
     """
 
     view: gl.shared_memory_descriptor

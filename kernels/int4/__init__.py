@@ -1,4 +1,4 @@
-"""INT4 weights: `packing.py` is the bytes, `decoder.py` their way to a product on Hopper.
+"""INT4 weights: `packing.py` defines the bytes, `decoder.py` prepares them for the product on Hopper.
 
 `planes.py` builds INT8 weights from two planes of INT4.
 """

@@ -8,8 +8,8 @@
     sub 136          q - 8, exact;   fma: times the scale, plus (8 - z) * scale           (fractional zero)
 
 Instructions per weight (SASS, all of the main loop) are 2.9 in chunks of 128 columns and 3.2 in chunks of 64;
-at the HBM bandwidth of an H200 there is issue room for 3.7. If a kernel multiplies its sums over a group by
-the scale instead (SCALE_WEIGHTS false), the mul is not needed: 2.4.
+at the HBM bandwidth of an H200 there is issue room for 3.7. If the kernel multiplies the sums over a group by
+the scale instead (SCALE_WEIGHTS false), it needs only 2.4 instructions.
 """
 
 from dataclasses import dataclass
@@ -206,6 +206,8 @@ class Int4Decoder(Decoder):
         return [max(1, tile.k_tiles * 64 // self.group_size), tile.n]
 
     def scales_sums(self, tile: HopperTile) -> bool:
-        """Sums are scaled with few rows of x, if a chunk is a group: its sums are fewer than its weights."""
+        """With few rows of x, if a chunk is a group, the sums are scaled: a group has fewer sums than
+        weights.
+        """
         chunk_is_group = tile.slices == 8 and self.group_size == 128
         return tile.m <= MAX_SCALED_SUM_ROWS and chunk_is_group and not self.fractional

@@ -1,8 +1,8 @@
 """INT4 to wgmma's register operand in E4M3 on Hopper: the decoder for activations in FP8 (W4A8).
 
-`e4m3_packing.py` describes the bytes, and has the reference. A register is four numbers, of one sign bit and
-a magnitude of up to 8 in the lowest bits each: as E4M3 that is a subnormal, or 2^-6, and exactly the number
-times 2^-9, which the scale makes up for. So nothing is rounded before the sums.
+`e4m3_packing.py` describes the bytes, and has the reference. A register holds four numbers, each a sign bit
+and a magnitude of up to 8 in the lowest bits. Read as E4M3, these bits are a subnormal number, or 2^-6, and
+equal exactly the number times 2^-9; the scale makes up for the factor. So nothing is rounded before the sums.
 
     lop3      the sign s of four codes          shift, lop3    their magnitudes m, less one if negative
     mad       m + s * 0x81: the sign into the highest bit of a byte, and the one

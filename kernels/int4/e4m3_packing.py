@@ -30,7 +30,7 @@ SCALED_BY = 512.0
 
 
 def pack_words(codes: Tensor) -> Tensor:
-    """Pack codes uint8 [N, K] of 0..15, 8 for zero, into words int32 [ceil(N/64), ceil(K/64), 512]."""
+    """Pack codes uint8 [N, K] of 0..15 (8 is zero) into words int32 [ceil(N/64), ceil(K/64), 512]."""
     n, k = codes.shape
     tiles_n, tiles_k = triton.cdiv(n, TILE), triton.cdiv(k, TILE)
     # 8 .. 15 are 0 .. 7, and 0 .. 7 are -8 .. -1: m is 7 .. 0.
@@ -43,7 +43,9 @@ def pack_words(codes: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor) -> Tensor:
-    """Return numbers int8 [N, K] of -8 .. 7, N and K whole tiles; undoes `pack_words`."""
+    """Return numbers int8 [N, K] of -8 .. 7, with N and K rounded up to whole tiles; the inverse of
+    `pack_words`.
+    """
     tiles_n, tiles_k, _ = words.shape
     octets = words.contiguous().view(torch.uint8).view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 4)
     nibbles = torch.stack((octets & 0xF, octets >> 4), dim=-1)  # tile, tile, w, r, t, v, u, byte, slice

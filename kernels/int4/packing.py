@@ -21,8 +21,9 @@ operand. So
 and `(word >> 4j) & 0x000F000F | 0x43004300`, one shift and one lop3, is the register that holds columns 2t
 and 2t+1 of slice j as two bf16 numbers 128 + q. A lane's four words are one load of 16 bytes.
 
-A scale word: with integer zeros the fp32 scale, the zero in its last four bits; with fractional zeros two
-numbers of the activations' type, the scale in the high half and (8 - zero) * scale in the low half. Then
+With integer zeros, a scale word is the fp32 scale with the zero in its last four bits. With fractional zeros,
+it is two numbers of the activations' type: the scale in the high half, (8 - zero) * scale in the low half.
+Then
 
     integer zero      w = (q - zero) * scale         q - zero exact, one rounding to the activations' type
     fractional zero   w = (q - 8) * scale + (8 - zero) * scale       one rounding likewise
@@ -51,7 +52,7 @@ def pack_words(codes: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor) -> Tensor:
-    """The codes uint8 [N, K], N and K whole tiles; undoes `pack_words`."""
+    """Return the codes uint8 [N, K], with N and K rounded up to whole tiles; the inverse of `pack_words`."""
     tiles_n, tiles_k, _ = words.shape
     octets = words.contiguous().view(torch.uint8).view(tiles_n, tiles_k, 4, 8, 4, 2, 2, 2, 2)
     nibbles = torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)  # tile, tile, w, r, t, v, u, h, j
@@ -60,7 +61,8 @@ def unpack_words(words: Tensor) -> Tensor:
 
 
 def pack_scales(scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Scale and zero [N, K/group] to scale words int32 [K/group, ceil(N/64) * 64]; groups over 128 repeated.
+    """Turn scale and zero [N, K/group] into scale words int32 [K/group, ceil(N/64) * 64]; groups of more than
+    128 are repeated.
 
     An integer `zero` gives the integer form, a floating one the fractional form for activations of `dtype`.
     """

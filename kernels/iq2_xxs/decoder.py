@@ -66,7 +66,7 @@ def slice_types(slices, dtype):
 
 @gluon.jit
 def two_by_two(a, b):
-    """Return [row / 16, r, t, v, u] with a and b for u = 0 and 1, in two registers."""
+    """Return [row / 16, r, t, v, u] that is a where u is 0 and b where u is 1, in two registers."""
     return gl.join(gl.join(a, a), gl.join(b, b))
 
 

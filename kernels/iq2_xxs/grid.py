@@ -1,7 +1,7 @@
 """IQ2_XXS's codebook: 256 vectors of 8 magnitudes from {8, 25, 43}, as llama.cpp defined them.
 
 The table is the format's (ggml's `iq2xxs_grid`, MIT licence); a test compares it with the `gguf` package's.
-Signs are stored elsewhere: seven are stored and the eighth makes the number of minus signs even.
+Signs are stored separately: seven of eight are stored, and the eighth makes the number of minus signs even.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""The PTX that makes two vectors of IQ2_XXS's weights of a word: two look-ups, then their signs.
+"""The PTX that turns a word into two vectors of IQ2_XXS weights: two look-ups, then the signs.
 
-The codebook lies at the start of shared memory, at `global_smem` (a test looks), 128 bytes an entry: its
-eight numbers in 16 bits, 16 bytes, eight times. Lane i reads copy i % 8, so the eight lanes that a 16-byte
-load serves at once never conflict in a bank. An address is one LOP3 of the index, at its place in the word,
-and the offset of the lane's copy. The file holds plain text for the decoder of wgmma's operand and for the
-product of one row; `packing.py` describes the bits.
+The codebook lies at the start of shared memory, at `global_smem` (a test checks that). An entry takes 128
+bytes: eight copies of its eight 16-bit numbers. Lane i reads copy i % 8, so the eight lanes that a 16-byte
+load serves at once never conflict in a bank. One LOP3 makes an address from the index, where it stands in the
+word, and the offset of the lane's copy. The file holds plain text for the decoder of wgmma's operand and for
+the product of one row; `packing.py` describes the bits.
 """
 
 from ..triton_imports import gl, gluon
@@ -30,7 +30,7 @@ def load_lines(outs, word, below, copy, offset):
 
 @gluon.constexpr_function
 def sign_lines(out, word, below, pair):
-    """Put the signs of a pair of weights on the pair; the register s is lost."""
+    """Apply the signs of a pair of weights to the pair; the register s is overwritten."""
     shift = 15 - SIGN_BITS[4 * below + pair]
     lines = [f"shl.b32 s, {word}, {shift};"] if shift else []
     return [*lines, f"lop3.b32 {out}, {'s' if shift else word}, 0x80008000, {out}, 0x6A;"]

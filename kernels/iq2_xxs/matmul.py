@@ -37,15 +37,15 @@ def one_row_tile(n: int) -> one_row.Tile:
 
 @lru_cache(maxsize=4096)
 def config_for(m: int, n: int, k: int) -> Config:
-    """Return the tile and the split for y [m, n] over k; m is at most that of TILE_128."""
+    """Return the tile and the split for y [m, n] over k; m is at most the number of rows of TILE_128."""
     if m <= max(BUCKETS):
         return bucket_config(BUCKETS[next(rows for rows in BUCKETS if m <= rows)], m, n, k)
     return large_m_config(TILE_128, m, n, k)
 
 
 def matmul(x: Tensor, operand: PackedOperand, n: int) -> Tensor:
-    """Return y [M, n] = x [M, K] @ w.T; x is in the decoder's bf16 or fp16, contiguous, aligned to 16
-    bytes.
+    """Return y [M, n] = x [M, K] @ w.T; x has the decoder's dtype, bf16 or fp16, and is contiguous and
+    aligned to 16 bytes.
     """
     m, k = x.shape
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)

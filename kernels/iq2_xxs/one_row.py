@@ -66,7 +66,7 @@ def load_scales_asm():
 
 @gluon.jit
 def load_scales(address, wanted):
-    """Load the scales of a lane's own two blocks, twice."""
+    """Load the scales of a lane's own two blocks; return each twice."""
     return gl.inline_asm_elementwise(
         load_scales_asm(), "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [address, wanted],
         dtype=gl.int32, is_pure=False, pack=4,
@@ -125,7 +125,9 @@ def multiply(weights, x, before, SECOND: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.constexpr_function
 def add_scaled_asm(half):
-    """Columns 2t and 2t+1 are blocks 0 and 1 of tile t; sums 0 and 1 are row g's, 2 and 3 row g+8's."""
+    """Return PTX that adds scaled sums. Columns 2t and 2t+1 are blocks 0 and 1 of tile t; sums 0 and 1 belong
+    to row g, sums 2 and 3 to row g+8.
+    """
     lines = [".reg .f32 f, s;", ".reg .b16 low, high;"]
     for i in range(4):
         part = "high" if i > 1 else "low"
@@ -177,7 +179,8 @@ def load_next(
     queue, unit, step, steps, units, operands, lane, warp_n, warp_k, N, K, STRIPS: gl.constexpr,
     WN: gl.constexpr, WK: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Add a warp's loads of a step of a unit to `queue`: strips' words and scales, then x; return the next.
+    """Add a warp's loads for one step of a unit to `queue`: words and scales of its strips, then x. Return
+    the next step.
 
     operands, lane: addresses of x, words and scales, and byte offsets of a lane behind them
     """
@@ -287,7 +290,7 @@ def iq2_xxs_one_row_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """The way a launch is cut.
+    """How a launch is divided among CTAs and warps.
 
     strips          of 16 rows of the weight, of each warp
     warps_n, warps_k, ctas_per_sm

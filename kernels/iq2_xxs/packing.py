@@ -6,8 +6,9 @@ A weight [N, K], N padded to 64, is tiles of 64 rows and 64 columns, along K fir
     scales  int32 [N/64, K/64, 64]    a 16-bit number for each block of 32, half a bit a weight
     factor  fp32 [1]                  the largest block scale; the kernels multiply y by it
 
-One tile. Warp w of four takes rows 16w .. 16w+15, and its lane 4r + t vector t, eight weights, of both blocks
-j of rows r and r+8. So no value changes lanes if x's columns are in the order of `hopper/reorder_x.py`:
+One tile. Warp w of four takes rows 16w .. 16w+15. Its lane 4r + t takes vector t, which is eight weights, of
+both blocks j of rows r and r+8. So no value changes lanes if x's columns are in the order of
+`hopper/reorder_x.py`:
 
     word index    w . r . t . j        scale index    w . r . j
     bits          2   3   2   1        bits           2   3   1
@@ -22,7 +23,8 @@ The weights of a pair have their signs 16 bits apart, so one shift moves both to
 bf16; an index is stored shifted by 7 bits because an entry of the codebook takes 128 bytes of shared memory.
 All eight signs are stored, though the format has only seven: computing the eighth costs more than reading it.
 A scale word has row r in its low half and row r + 8 in its high half. The scale is `d (0.5 + s) / 4 /
-factor`, rounded to the activations' type. A weight takes 2.5 bits, and 2.0625 bits in the format.
+factor`, rounded to the activations' type. A weight takes 2.5 bits here; in the format itself it takes 2.0625
+bits.
 """
 
 import torch
@@ -46,7 +48,9 @@ def pack_words(indices: Tensor, patterns: Tensor) -> Tensor:
 
 
 def all_signs(patterns: Tensor) -> Tensor:
-    """Seven stored signs, int32, with the eighth as bit 7: it makes the number of minus signs even."""
+    """Return the seven stored signs, int32, with the eighth sign as bit 7, which makes the number of minus
+    signs even.
+    """
     halves = patterns ^ patterns >> 4
     halves = halves ^ halves >> 2
     return patterns | (halves ^ halves >> 1) << 7 & 0x80

@@ -2,9 +2,9 @@
 
     out[r, d] = weight[d] * round(x[r, d] / sqrt(mean(x[r] ** 2) + eps))
 
-The arithmetic is in fp32 but for both products' results, which are rounded to the dtype, as in transformers.
-Sums have one order, so a row's bits do not depend on other rows. On CUDA, norms are compiled together with
-neighbouring operations instead.
+The arithmetic is in fp32, except that the results of both products are rounded to the dtype, as in
+transformers. Sums have one order, so a row's bits do not depend on other rows. On CUDA, norms are compiled
+together with neighbouring operations instead.
 """
 
 import contextlib

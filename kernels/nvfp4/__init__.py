@@ -1,1 +1,1 @@
-"""NVFP4 weights: `packing.py` is the bytes, `decoder.py` their way into `kernels/hopper/`."""
+"""NVFP4 weights: `packing.py` defines the bytes, `decoder.py` prepares them for `kernels/hopper/`."""

@@ -5,7 +5,8 @@
     rotate, and   two bf16 numbers, code times 2^-126, in the register where wgmma wants them
     mul           times one half of a register that holds the scales of rows r and r + 8, times 2^119
 
-Every product is exact. Activations must be bf16: no such interleaving is that short for fp16.
+Every product is exact. Activations must be bf16: for fp16 no arrangement of the bits needs so few
+instructions.
 
 Instructions per weight (SASS) are 1.9 for decoding, 0.25 of them for scales, and 2.8 for all of the main loop
 up to 32 rows of x; at the HBM bandwidth of an H200 there is issue room for 3.9.

@@ -1,6 +1,7 @@
-"""The PTX that makes bf16 of NVFP4's codes and scales, for the decoders of dense weights and of experts.
+"""The PTX that turns NVFP4's codes and scales into bf16, for the decoders of dense weights and of experts.
 
-The bits are those of `packing.py`. The file holds plain text: decoders choose the operands and multiply.
+The file `packing.py` describes the bits. The file holds plain text: decoders choose the operands and
+multiply.
 """
 
 from ..triton_imports import gluon
@@ -23,7 +24,7 @@ def rotate(target, source, by):
 
 @gluon.constexpr_function
 def code_lines(out, word, slice_):
-    """Extract two codes of a word, times 2^-126; the register t is lost."""
+    """Extract two codes of a word, times 2^-126; the register t is overwritten."""
     if slice_ == packing.STRAY:
         return [
             f"shr.u32 t, {word}, {packing.STRAY_SHIFT};",
@@ -36,7 +37,7 @@ def code_lines(out, word, slice_):
 
 @gluon.constexpr_function
 def scale_lines(out, word, second):
-    """Extract two scales of a word, times 2^119; the register t is lost."""
+    """Extract two scales of a word, times 2^119; the register t is overwritten."""
     mask = both_halves(*range(packing.SCALE_BIT, packing.SCALE_BIT + 8))
     turned = rotate("t", word, packing.SCALE_SHIFT) if second else f"mov.b32 t, {word};"
     return [turned, f"lop3.b32 {out}, t, {mask}, {both_halves(12, 13, 14)}, 0xEA;"]

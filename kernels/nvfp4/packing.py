@@ -14,8 +14,9 @@ One tile. Warp w of four handles rows 16w .. 16w+15, and its lane 4r + t handles
 
 and a word holds eight codes, s e1 e0 m: for each slice j columns 8v + 2t and 8v + 2t + 1. bf16 has its sign
 in bit 15, its exponent's last bits in 8 and 7 and its mantissa's first in 6: with a code's bits there the
-number is the code's value times 2^-126, subnormal where that is 0.5. The bits lie so that for three of the
-slices one rotation and one mask put them there, and for the fourth slice one more `or`:
+number is the code's value times 2^-126, subnormal where that is 0.5. The bits of a word are arranged so that
+one rotation and one mask bring the codes of three slices to these places; the fourth slice needs one more
+`or`:
 
     slice   rotated left by   mask of a half
       0            2            0x81C0
@@ -30,9 +31,9 @@ E4M3 reaches 448). Each row r of each warp has two words of scales, [w, r, 2]:
     word 0: slice 0; rotated left by 8, slice 1        low half: row r
     word 1: slice 2; rotated left by 8, slice 3        high half: row r + 8
 
-E4M3's own subnormals become normal in this code; a negative scale gives its sign to the codes, a zero its
-zero. So bf16(code) * bf16(scale) = code * scale / 128, exact: at most six bits of mantissa. A weight takes
-4.5 bits.
+E4M3's subnormals become normal numbers in this code. A negative scale passes its sign to the codes, and a
+scale of zero makes the codes zero. So bf16(code) * bf16(scale) = code * scale / 128, exact: at most six bits
+of mantissa. A weight takes 4.5 bits.
 """
 
 import torch
@@ -67,7 +68,7 @@ def bit_position(slice_: int, half: int, bit: int) -> int:
 
 
 def scale_position(second: int, below: int, bit: int) -> int:
-    """Return the place in a word of scales of bits 7 .. 0 of a recoded scale, of row r or r + 8."""
+    """Return the places that bits 7 .. 0 of a recoded scale, of row r or r + 8, have in a word of scales."""
     return (16 * below + SCALE_BIT + bit - SCALE_SHIFT * second) % 32
 
 

@@ -7,11 +7,12 @@
 
 `tl.dot_scaled` multiplies codes by codes and applies the scales: `tcgen05.mma` of kind mxf4nvf4 on 10.0, and
 `mma.sync` of that kind on 12.0 (and, with Triton 3.9, on 12.1). "Swap AB": the weight is the first operand,
-since tcgen05 takes 128 rows of that, and 16 or more of the second. The bytes are the checkpoint's own. Sums
-over K run in one order, in fp32.
+since tcgen05 takes 128 rows of the first operand, and 16 or more of the second. The bytes are the
+checkpoint's own. Sums over K run in one order, in fp32.
 
-We have no such GPU: these forms are compiled only. The same kernel with `native=False` decodes both operands
-and multiplies them in fp16, exactly; it is what the interpreter and other GPUs check the rest of it by.
+We have no Blackwell GPU: the native forms were compiled but never run. The same kernel with `native=False`
+decodes both operands and multiplies them in fp16, exactly; tests use it to check the rest of the kernel in
+the interpreter and on other GPUs.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,9 @@ def tile_for(m: int) -> ScaledTile:
 
 @triton.jit
 def _numbers(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp16 [ROWS, COLUMNS] of codes [ROWS, COLUMNS / 2] and scales; exact, at most seven bits of mantissa."""
+    """Return fp16 [ROWS, COLUMNS] from codes [ROWS, COLUMNS / 2] and scales; the result is exact, since it
+    needs at most seven bits of mantissa.
+    """
     code = tl.reshape(tl.join(codes & 0xF, codes >> 4), [ROWS, COLUMNS]).to(tl.int32)
     exponent, mantissa = (code >> 1) & 3, code & 1
     quarters = tl.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent).to(tl.float32)
@@ -63,7 +66,7 @@ def nvfp4_scaled_kernel(
     x, x_scale, w, w_scale, factor, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of y, all of one run of weights together."""
+    """The grid has the tiles of y, with all tiles of the same rows of the weight together."""
     tiles_m = tl.cdiv(M, BM)
     n = tl.program_id(0) // tiles_m * BN + tl.arange(0, BN)
     m = tl.program_id(0) % tiles_m * BM + tl.arange(0, BM)
@@ -94,7 +97,9 @@ def nvfp4_scaled_kernel(
 def round_to_nvfp4_kernel(
     x, codes, scales, global_scale, groups, DIVIDES: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """A program for so many consecutive groups of 16; `layouts/formats/nvfp4.py` defines the result."""
+    """Each program rounds a number of consecutive groups of 16; `layouts/formats/nvfp4.py` defines the
+    result.
+    """
     group = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = group < groups
     column = tl.arange(0, 16)
@@ -126,7 +131,7 @@ def round_to_nvfp4_kernel(
 
 
 def round_to_nvfp4(x: Tensor, global_scale: Tensor, divides: bool) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [M, K/2] and scales float8_e4m3fn [M, K/16] of x [M, K], whose rows are contiguous."""
+    """Return codes uint8 [M, K/2] and scales e4m3 [M, K/16] of x [M, K], whose rows are contiguous."""
     m, k = x.shape
     codes = torch.empty(m, k // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(m, k // GROUP, dtype=torch.float8_e4m3fn, device=x.device)
@@ -148,7 +153,7 @@ def scaled_matmul(
     native: bool = True,
     tile: ScaledTile | None = None,
 ) -> Tensor:
-    """A new y [M, N] of `dtype`; the others as in the file's docstring."""
+    """Return a new y [M, N] of `dtype`; the file's docstring describes the other arguments."""
     m, n, k = x.shape[0], w.shape[0], 2 * w.shape[1]
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     if m == 0:

@@ -6,18 +6,18 @@
     table         int32 [1024 + 32]            the codebook [256, 4] of pairs in the activations' type, then
                                                for each of 16 columns its pair's offset in bytes, and 8h
 
-Slice j of a tile is columns 16j .. 16j+15: vectors h = 0 and 1 of eight, and pairs t = 0 to 3 of each. Lanes
-multiply one pair of each slice's vector, or with mma.sync two pairs in a row, so they read these of the
-codebook's entry: four or eight bytes at a time. The codebook takes 4 KB of the L1 cache.
+Slice j of a tile is columns 16j .. 16j+15: vectors h = 0 and 1 of eight, and pairs t = 0 to 3 of each. A lane
+multiplies one pair of each slice's vector (with mma.sync, two pairs in a row), so it reads only these pairs
+of the codebook's entry: four or eight bytes at a time. The codebook takes 4 KB of the L1 cache.
 
     word t           the signs of pair t: column 2t + u of vector h of slice j has bit 15 - j - 8h + 16u
     word 4 + 2a + h  four bytes: the index of vector h of slices 4a .. 4a+3
 
 For two or four weights: shift (the index), multiply-add (the address), load; for each two: shift and lop3
-(the signs), multiply by the scale. The address of the table is the kernel's parameter, by the name that PTX
-has for it (a test looks): Triton decodes in the product's own layout only what comes from loads and
-constants. Hopper's bytes (`kernels/iq2_xxs/packing.py`) are as many, in the order of its codebook in shared
-memory, which Triton has no such look-up for.
+(the signs), multiply by the scale. The decoder reads the table's address from the kernel's parameter, by the
+parameter's name in PTX (a test checks the name): only values from loads and constants can be decoded in the
+product's own layout by Triton. The bytes for Hopper (`kernels/iq2_xxs/packing.py`) are as many, but arranged
+for look-ups in shared memory, which Triton cannot express.
 """
 
 # A kernel has no `(*several, one)`, and its tuples grow while it is compiled.
@@ -43,7 +43,7 @@ TABLE = f"{NAME}_portable_kernel_param_4"
 
 
 def pack(indices: Tensor, patterns: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """`words`, `scale_words` and `factor` of a weight, for activations of `dtype`.
+    """Return `words`, `scale_words` and `factor` of a weight, for activations of `dtype`.
 
     indices, patterns: [N, K/32, 4] of 0..255 and of the seven stored signs;  scales: fp32 [N, K/32]
     """
@@ -64,28 +64,28 @@ def pack(indices: Tensor, patterns: Tensor, scales: Tensor, dtype: torch.dtype) 
 
 
 def table_of(codebook: Tensor) -> Tensor:
-    """`table` of the codebook [256, 8], 16-bit numbers."""
+    """Return `table` for the codebook [256, 8] of 16-bit numbers."""
     column = torch.arange(16, dtype=torch.int32, device=codebook.device)
     places = column // 2 % 4 * 4, column // 8 * 8
     return torch.cat((codebook.contiguous().view(torch.int32).flatten(), *places))
 
 
 def _tiled(values: Tensor) -> Tensor:
-    """[N, K/32, 4] to [tile, tile, row, j, h], N padded with zeros."""
+    """Rearrange [N, K/32, 4] to [tile, tile, row, j, h], with N padded with zeros."""
     values = torch.nn.functional.pad(values.flatten(1), (0, 0, 0, -values.shape[0] % TILE_N))
     return values.unflatten(1, (-1, 8, 2)).unflatten(0, (-1, TILE_N)).transpose(1, 2)
 
 
 def _wrapped(words: Tensor) -> Tensor:
-    """Numbers of 32 bits in int64, as int32."""
+    """Convert 32-bit numbers in int64 to int32."""
     return ((words + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
 
 
 @triton.constexpr_function
 def unpack_asm(half, wide, slices):
-    """PTX that turns a lane's words and two words of scales into the registers of these slices.
+    """Return PTX that turns a lane's words and two words of scales into the registers of the given slices.
 
-    Each output and input has as many columns as a lane is given at a time, two or four.
+    Each output and input has two or four columns, as many as a lane gets at a time.
     """
     columns = 4 if wide else 2
     pairs = columns // 2
@@ -121,7 +121,9 @@ def unpack_constraints(wide, parts):
 
 @triton.jit
 def words_at(rows_at, table, BN: tl.constexpr):
-    """Where a row's words lie: signs, then indices of slices 0 to 3, then of slices 4 to 7; and places."""
+    """Return where a row's words lie: signs, indices of slices 0 to 3, indices of slices 4 to 7; and the
+    places of codes in them.
+    """
     half = tl.arange(0, 2)[None, :]
     column = tl.arange(0, 16)
     offsets = tl.broadcast_to(tl.load(table + 1024 + column)[None, :], [BN, 16])
@@ -132,7 +134,9 @@ def words_at(rows_at, table, BN: tl.constexpr):
 
 @triton.jit
 def load_words(at, offset, table, BN: tl.constexpr, EVICT: tl.constexpr):
-    """Signs, both words of indices and places for each column of a slice, [BN, 16] as (h, t, u); `table`."""
+    """Load signs, both words of indices, and places for each column of a slice, [BN, 16] as (h, t, u); also
+    return `table`.
+    """
     signs = tl.load(at[0] + offset, eviction_policy=EVICT)
     low = tl.load(at[1] + offset, eviction_policy=EVICT)
     high = tl.load(at[2] + offset, eviction_policy=EVICT)
@@ -149,7 +153,7 @@ def of_vectors(words, BN: tl.constexpr):
 def unpack_in_registers(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """A part of the tile [BN, 128]; words: as `load_words` gives them."""
+    """Unpack a part of the tile [BN, 128]; words: the result of `load_words`."""
     asm: tl.constexpr = unpack_asm(DECODER.half, DECODER.wide, slices_of(PART, PARTS))
     constraints: tl.constexpr = unpack_constraints(DECODER.wide, PARTS)
     COLUMNS: tl.constexpr = 4 if DECODER.wide else 2
@@ -162,14 +166,14 @@ def unpack_in_registers(
 
 @triton.jit
 def widened(words, shift, HALF: tl.constexpr):
-    """The 16-bit number at a bit of each word, in fp32."""
+    """Return the 16-bit number that begins at a bit of each word, in fp32."""
     half = (words >> shift).to(tl.int16)
     return half.to(tl.float16 if HALF else tl.bfloat16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def plain_slice(words, scale_words, J: tl.constexpr, HALF: tl.constexpr):
-    """One slice [BN, 16] in fp32."""
+    """Return one slice [BN, 16] in fp32."""
     upper = 16 * (tl.arange(0, 16) % 2)[None, :]
     index = (words[1 + J // 4] >> (8 * (J % 4))) & 0xFF
     pair = tl.load(words[5] + index * 4 + words[3] // 4)
@@ -182,7 +186,7 @@ def plain_slice(words, scale_words, J: tl.constexpr, HALF: tl.constexpr):
 def unpack_plainly(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """The same function without PTX, for the interpreter."""
+    """Unpack as `unpack_in_registers` does, but without PTX, for the interpreter."""
     slices = ()
     for at in tl.static_range(8 // PARTS):
         slices = slices + (plain_slice(words, scale_words, PART * (8 // PARTS) + at, DECODER.half),)
@@ -191,9 +195,10 @@ def unpack_plainly(
 
 @dataclass(frozen=True)
 class IQ2XXSExperts(ExpertsDecoder):
-    """IQ2_XXS; it has no parameters. Only for the portable product: no experts are served so.
+    """The decoder of IQ2_XXS, which has no parameters of its own. It serves only the portable product, not
+    experts.
 
-    wide: Triton multiplies by mma.sync, and gives a lane four columns in a row
+    wide: whether Triton multiplies by mma.sync, which gives a lane four columns in a row
     """
 
     wide: bool

@@ -10,7 +10,8 @@ On Hopper this kernel is slower than `kernels/hopper/`, which is written for it.
     y            [M, N]                           x's dtype
 
 Words, scale words and decoders are those of the grouped product of experts (`experts/packed.py`), so that one
-packing of the bytes serves both; w is 16. IQ2_XXS, which no experts have, has bytes of its own, and w is
+packing of the bytes serves both products; w is 16. IQ2_XXS, which no experts have, has bytes of its own, and
+w is
 8. With P = 2 planes a weight is the sum of two planes that lie one behind the other along K, and x is read
 twice: INT8 uses this.
 
@@ -67,8 +68,11 @@ class PortableOperand:
 class Form(NamedTuple):
     """Compile-time parameters of the kernel, beside the decoder.
 
-    split_k: K is split; sequential: one CTA takes all splits; even_k: K is whole tiles
-    evict: Triton's policy for words; asm: the decoder may use PTX
+    split_k: whether K is split
+    sequential: whether one CTA takes all splits
+    even_k: whether K is a whole number of tiles
+    evict:      Triton's policy for words
+    asm: whether the decoder may use PTX
     """
 
     split_k: bool
@@ -130,9 +134,11 @@ def portable_kernel(
     x, words, scale_words, factor, table, y, partials, semaphores, M, N, K, rows, k_tiles, plane_tiles,
     tiles_m, splits, DECODER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The grid has the tiles of y, all of one run of weights together; times splits if each has a CTA.
+    """The grid has the tiles of y, with all tiles of the same rows of the weight together; if each split has
+    a CTA, the grid is as many times as large.
 
-    rows: N padded to whole tiles of 64; k_tiles: tiles of words along K, plane_tiles of each plane
+    rows:    N padded to whole tiles of 64
+    k_tiles: tiles of words along K; each plane has `plane_tiles` of them
     """
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn

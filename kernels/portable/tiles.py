@@ -38,7 +38,8 @@ MIN_STEPS = 8
 class Tile:
     """bm: rows of x; bn: rows of the weight; warps: of a CTA.
 
-    stages: steps in flight, and the one that is multiplied; parts: in which a step is decoded
+    stages: steps in flight, including the step that is being multiplied
+    parts: parts in which a step is decoded
     """
 
     bm: int
@@ -64,7 +65,9 @@ def tile_for(m: int, sequential: bool) -> Tile:
 
 @lru_cache(maxsize=4096)
 def splits_of(n: int, steps: int) -> int:
-    """Return the splits of K, of so many steps: by the weight's shape alone, so that a row fills a GPU."""
+    """Return the number of splits of K, which has so many steps. It depends on the weight's shape alone and
+    is chosen so that one row fills a GPU.
+    """
     return max(1, min(MAX_SPLITS, steps // MIN_STEPS, SLOTS // triton.cdiv(n, TILE_ROWS)))
 
 

@@ -1,7 +1,7 @@
 """Token sampling (temperature, top-k, top-p, min-p) with settings of each row's own; Triton, for CUDA graphs.
 
-One launch draws for any settings as the engine's `sampling/sampler.py`, which uses torch on a CPU. Settings
-are read from the memory of each request, so a captured graph draws for any mixture of settings.
+One launch draws tokens for any settings, as the engine's `sampling/sampler.py` does with torch on a CPU.
+Settings are read from the memory of each request, so a captured graph draws for any mixture of settings.
 
     logits       [B, V]         bf16, fp16 or fp32
     rows         int64 [B]      whose settings apply, 0 .. R - 1
@@ -10,12 +10,13 @@ are read from the memory of each request, so a captured graph draws for any mixt
     integers     int64 [R, 2]   seed, top_k (0 keeps all)
     out          int64 [B]
 
-One program handles a row. A greedy row takes the first of the greatest logits, in one pass. For others one
-uniform number from seed and position is looked up in the cumulative distribution, in two passes more. A bound
-for top_k or top_p is a distance from the greatest logit, counted in numbers of the logits' dtype, equals
-staying together. A pass tries three bounds, which settles two bits; as most bounds are near, one pass sees
-whether the upper bits are zero. A bound takes six passes for bf16, or nine if its upper bits are not zero;
-top_p within top_k takes fewer. Passes after the first one read a row of 152k bf16 logits from L2.
+One program handles a row. A greedy row takes the first of the greatest logits, in one pass. For other rows,
+one uniform number made from seed and position is looked up in the cumulative distribution, which takes two
+more passes. The bound of top_k or top_p is a distance from the greatest logit, counted in numbers of the
+logits' dtype, so equal logits are kept or dropped together. A pass tries three bounds, which determines two
+bits of the bound. Most bounds are small, so one pass checks whether the upper bits are zero. A bound takes
+six passes for bf16, or nine if its upper bits are not zero; top_p within top_k takes fewer. Passes after the
+first one read a row of 152k bf16 logits from L2.
 
 A call reads 2 * B * V bytes of bf16 logits once from memory: 128 rows of 152k are 39 MB, 9 us at 4.3 TB/s.
 """
@@ -46,7 +47,9 @@ def _block(logits_ptr, start, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _below(logits, greatest, SHIFT: tl.constexpr):
-    """Count in uint32 how many numbers of their dtype logits lie below the greatest; 32 - SHIFT bits."""
+    """Return, as uint32, how many numbers of their dtype lie between each logit and the greatest logit; 32 -
+    SHIFT bits.
+    """
     return ((_key(greatest) >> SHIFT) - (_key(logits) >> SHIFT)).to(tl.uint32, bitcast=True)
 
 

@@ -45,7 +45,7 @@ CUDA_MS = (*DEFAULT_MS, 64, 128)
 
 
 def default_ms(device: torch.device) -> tuple[int, ...]:
-    """Return the Ms to time at unless the user names some: those of the gate."""
+    """Return the Ms at which layouts are timed if the user names none: the gate's own Ms."""
     return CUDA_MS if device.type == "cuda" else DEFAULT_MS
 
 
@@ -60,7 +60,7 @@ def ms_to_measure(asked: Sequence[int] | None, device: torch.device) -> tuple[in
 def default_layout(problem: Problem) -> str:
     """Return the first layout, in the order of preference, that serves the problem. Nothing is timed.
 
-    UserError is raised if there is none, as for formats without a batch-invariant kernel.
+    UserError is raised if no layout serves it, for example if a format has no batch-invariant kernel.
     """
     broken = []
     for name, layout in LAYOUTS.items():

@@ -1,4 +1,5 @@
-"""Explains a slow plan: which shapes are below the floor, from which M, and which layout would not be.
+"""Explains a slow plan: which shapes are below the floor, from which M on, and which layout would be fast
+enough.
 
 Only a plan's measurements are read; nothing is timed.
 """

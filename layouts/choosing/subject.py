@@ -142,7 +142,7 @@ def _rounded(x: Tensor, problem: Problem) -> Tensor:
 
 
 def _module(packed: PackedWeight) -> nn.Module:
-    """Return the module that a model would have: torch's own for torch's own product."""
+    """Return the module that a model would have; for torch's own product, torch's own module."""
     if packed.layout != "torch_linear":
         return QuantizedLinear(packed, None)
     n, k = packed.shape

@@ -20,9 +20,7 @@ SCALE_BITS = 16
 
 @dataclass(frozen=True)
 class Int8:
-    """INT8 with its parameter. Codes are symmetric: with 256 levels, zero points would gain next to
-    nothing.
-    """
+    """INT8 with its parameter. Codes are symmetric: with 256 levels, zero points would gain little."""
 
     name: ClassVar[str] = "int8"
     shared: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,6 @@
-"""The NVFP4 format, of weights and of inputs: E2M1 codes, an E4M3 scale per 16, one fp32 scale for all."""
+"""The NVFP4 format, of weights and of inputs: E2M1 codes, an E4M3 scale per 16 values, and one fp32 scale for
+all.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ class ChunkedLayerKV:
 
 @dataclass
 class _Step:
-    """Return the metadata of the step that runs, as its first layer has rewritten it."""
+    """The metadata of the running step, as its first layer has rewritten it."""
 
     metadata: AttentionMetadata | None = None
     has_layers: bool = False

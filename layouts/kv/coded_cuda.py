@@ -19,7 +19,7 @@ from .layer import KVShape, PoolSize, Workspaces, by_token, widened
 
 
 class CodedCudaLayerKV:
-    """Return the pages of both sides, [P, H_kv, page, ...], as the kernels need them."""
+    """One layer's pages of keys and of values, [P, H_kv, page, ...], as the kernels need them."""
 
     def __init__(
         self,

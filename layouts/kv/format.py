@@ -25,7 +25,8 @@ class KVFormat(Protocol):
 
     def bytes_per_request(self, shape: KVShape) -> int:
         """Return the bytes that one layer stores for each row besides pages: tokens that are not quantized
-        yet, or never."""
+        yet, and tokens that never are.
+        """
 
     def page_size(self, device: torch.device) -> int:
         """Number of tokens in a page, unless the engine's options set another."""

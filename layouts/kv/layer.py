@@ -59,7 +59,7 @@ class KVScales:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Return the size of every layer's storage."""
+    """The sizes that determine every layer's storage."""
 
     num_pages: int
     page_size: int

@@ -17,8 +17,8 @@ from .layer import KVScales, KVShape, LayerKV, PerTokenFormat, PoolSize, StoredP
 class TokenByToken(PerTokenFormat):
     """Every token of every head is stored by itself, unquantized or in eight bits.
 
-    dtype: None for the model's own. e4m3 has a fixed scale for each head, the checkpoint's or 1; int8 has a
-           scale for each token and head, stored beside it
+    dtype: None for the model's own dtype. e4m3 has a fixed scale for each head (the checkpoint's, or 1), and
+           int8 has a scale for each token and head, which is stored beside the token
     """
 
     dtype: torch.dtype | None = None

@@ -30,8 +30,8 @@ def emulated_inputs(model: nn.Module) -> dict[tuple[str, str], int]:
 
 
 def _products(module: nn.Module) -> list[tuple[PackedWeight, InputFormat | None]]:
-    """Yield the packed weights of one module, each with the input format that its checkpoint states
-    besides.
+    """Yield the packed weights of one module, each with the input format that the checkpoint states for it,
+    if any.
     """
     if isinstance(module, QuantizedLinear):
         return [(module.packed, module.input_format)]

@@ -1,6 +1,7 @@
 """The experts of a mixture-of-experts layer, packed; replaces transformers' experts module.
 
-Only the two products are replaced. Gating, biases, activations and norms stay those of the architecture.
+Only the two products of the module are replaced. Gating, biases, activations and norms stay as the
+architecture defines them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -186,7 +187,9 @@ class PackedExperts(nn.Module):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Say whether it is a transformers experts module that its ExpertsInterface can serve."""
+    """Say whether the module is an experts module of transformers that transformers' ExpertsInterface can
+    serve.
+    """
     return all(hasattr(module, name) for name in INTERFACE)
 
 

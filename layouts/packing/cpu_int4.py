@@ -1,8 +1,8 @@
 """torch's INT4 product on the CPU, `_weight_int4pack_mm_for_cpu`, in three layouts with the same codes.
 
-The kernel is fast in bfloat16 only: in float16 and float32 it takes 20 to 60 times as long. Activations of
-these dtypes therefore have two layouts: one rounds them to bfloat16, one computes in float32. The chooser
-times both.
+The kernel is fast in bfloat16 only: in float16 and float32 it takes 20 to 60 times as long. For float16 and
+float32 activations there are therefore two layouts: one rounds the activations to bfloat16, the other
+computes in float32. The chooser times both.
 
     codes           uint8 [N', K/2], N' = N padded to 16, as `_convert_weight_to_int4pack_for_cpu` makes them
     scale_and_zero  [K/g, N', 2] in the dtype of the computation (`int4_affine.py`)

@@ -90,7 +90,9 @@ class FP8Scaled:
 
 
 def _suits_scaled_mm(x: Tensor, codes: Tensor) -> bool:
-    """Multiply x [M, K] by codes [N, K]."""
+    """Say whether torch's product is used for x [M, K] and codes [N, K]: it needs bf16, many rows and certain
+    sizes.
+    """
     if x.shape[0] < SCALED_MM_FROM or x.dtype != torch.bfloat16:
         return False
     return all(size % SCALED_MM_MULTIPLE == 0 for size in codes.shape)

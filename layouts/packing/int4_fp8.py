@@ -1,7 +1,7 @@
 """INT4 with FP8 activations (W4A8) on Hopper: inputs rounded token by token, weights decoded to E4M3.
 
-Codes are numbers of E4M3 as they are, and group scales multiply sums: nothing is rounded but the inputs, as
-the format says, sums of 128 products at most, which Hopper sums with 14 bits, and y. Other GPUs emulate the
+E4M3 holds every code exactly, and group scales multiply sums. Only three things are rounded: the inputs, as
+the format requires; sums of at most 128 products, for which Hopper has 14 bits; and y. Other GPUs emulate the
 format (`emulated.py`).
 """
 

@@ -114,7 +114,7 @@ class Serves:
     """Whether it rounds inputs itself if the format rounds them as they come (`RoundingLayout`)."""
 
     def refuses(self, problem: Problem) -> str | None:
-        """Return None if the problem meets all of these conditions, otherwise the reason in a few words."""
+        """Return None if the layout's fields allow the problem, otherwise the reason in a few words."""
         if self.formats is not None and not isinstance(problem.spec, self.formats):
             taken = ", ".join(str(getattr(spec, "name", spec.__name__)) for spec in self.formats)
             return f"{IS_FOR} {taken}, not {problem.spec.name}"
@@ -203,7 +203,7 @@ class InputScalesLayout(Protocol):
     """A layout that rounds inputs by itself, by the scales that a layer's checkpoint has for them."""
 
     def with_input(self, packed: PackedWeight, input_format: InputFormat) -> PackedWeight:
-        """The packed weight for inputs that are rounded so."""
+        """Return the packed weight for inputs that are rounded by `input_format`."""
         ...
 
 

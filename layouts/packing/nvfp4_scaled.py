@@ -1,7 +1,8 @@
 """NVFP4 weights and inputs on Blackwell: inputs are rounded token by token, then multiplied as codes.
 
 The bytes are the checkpoint's own; the kernel is `kernels/nvfp4/scaled_matmul.py`. The scale of all inputs
-comes from the checkpoint, by way of the layer (`with_input`). It is compiled only: we have no such GPU.
+comes from the checkpoint, and the layer passes it on (`with_input`). The kernel was compiled but never run,
+because we have no Blackwell GPU.
 """
 
 from dataclasses import replace
@@ -49,7 +50,7 @@ class NVFP4Scaled:
         return self.with_input(packed, example)
 
     def with_input(self, packed: PackedWeight, input_format: InputFormat) -> PackedWeight:
-        """The weight for inputs that are rounded so."""
+        """Return the packed weight for inputs that are rounded by `input_format`."""
         if not isinstance(input_format, NVFP4Input):
             raise TypeError(f"layout {self.name} rounds inputs to NVFP4, not to {input_format.label}")
         of_weight = packed.tensors["global_scale"]

@@ -1,9 +1,9 @@
 """Our own layouts for GPUs from compute capability 8.0 on: INT4, INT8, NVFP4 and IQ2_XXS, one Triton kernel.
 
-The bytes are those of experts (`grouped_experts.py`), except IQ2_XXS's; the kernel is
+The bytes are the same as for experts (`grouped_experts.py`), except for IQ2_XXS; the kernel is
 `kernels/portable/packed_matmul.py`. The kernel's sums have one order at any number of rows, so one layout
-serves every mode of batch invariance, except where Triton takes another matrix instruction for larger tiles,
-which adds up otherwise. Not for the CPU.
+serves every mode of batch invariance, except where Triton uses another matrix instruction for larger tiles,
+which sums in another order. Not for the CPU.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class Packing(Protocol):
 
     @property
     def planes(self) -> int:
-        """How many weights lie one behind the other, to be added up."""
+        """The number of planes: packed weights that lie one after another and are added up."""
         ...
 
     def refuses(self, problem: Problem) -> str | None:

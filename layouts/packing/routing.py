@@ -17,8 +17,11 @@ from ...kernels.experts.tile import block_rows_of
 
 @dataclass(frozen=True)
 class Routing:
-    """Arguments are expert: int [T, top_k], 0 .. count - 1; count: experts; buffer: int32, empty on a CPU.
+    """The experts of each token, sorted for the kernels.
 
+    expert:           int [T, top_k], the experts of each token, 0 .. count - 1
+    count:            number of experts
+    buffer:           int32, memory for the sorted assignments; empty on a CPU
     batch_invariance: the mode of the products that use the routing
     """
 

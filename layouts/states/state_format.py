@@ -80,7 +80,7 @@ def scan_by_steps(state_format: StateFormat[Scanned], inputs: Scanned, tokens: i
 
 @dataclass(frozen=True)
 class StateKey:
-    """Return the key of one of a model's states."""
+    """The key of one of a model's states."""
 
     layer: int
     name: str

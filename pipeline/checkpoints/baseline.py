@@ -96,7 +96,7 @@ def weights_digest(checkpoint: Checkpoint, known: Mapping[str, FileRecord]) -> s
 
 
 def remember_source(artifact: Path, source: Checkpoint) -> None:
-    """Keep the path of the folder that an artifact was made from, for this machine alone.
+    """Record, on this machine only, the path of the folder that an artifact was made from.
 
     A Hub snapshot's path is kept too, because it may be in another cache than the default one.
     """
@@ -127,7 +127,7 @@ def _source_folder(artifact: Path, name: str) -> str:
 
 
 def _remembered(artifact: Path) -> Path | None:
-    """Return the folder that the artifact was made from, if it was kept and is still there."""
+    """Return the folder that the artifact was made from, if its path was recorded and it still exists."""
     record = artifact / SOURCE_NAME
     if not record.is_file():
         return None

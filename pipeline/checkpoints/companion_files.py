@@ -90,7 +90,7 @@ def refuse_strangers(folder: Path, names: Iterable[str], recipe_files: object) -
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return a shell pattern over the whole relative path, `*` within one folder."""
+    """Say whether a shell pattern matches the whole relative path; `*` stays within one folder."""
     parts, patterns = name.split("/"), pattern.split("/")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 

@@ -1,6 +1,6 @@
 """Fetching a checkpoint from the Hugging Face Hub; each way it can fail has its own message.
 
-Uploading is in `push.py`; the fetched files are not looked into here.
+Uploading is in `push.py`. This file does not read the fetched files.
 """
 
 from collections.abc import Sequence

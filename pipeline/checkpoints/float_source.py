@@ -148,7 +148,9 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _block_of(info: TensorInfo, scale: TensorInfo) -> tuple[int, int]:
-    """Return how many rows and columns share a scale, by the shapes alone: 128, or what divides exactly."""
+    """Return how many rows and columns share a scale, from the shapes alone: 128, or a number that divides
+    them exactly.
+    """
     (n, k), (rows, columns) = info.shape[-2:], (1, 1, *scale.shape)[-2:]
     if (rows, columns) != (-(-n // 128), -(-k // 128)) and rows and columns and n % rows == k % columns == 0:
         return n // rows, k // columns

@@ -61,7 +61,7 @@ def decoded_awq(
 
 
 def _format(source: str, config: Mapping[str, Any], method: str) -> str:
-    """Return the form that the config names; the first one that is read if it names none."""
+    """Return the format that the config names; if it names none, the first format that is read."""
     known = FORMATS[method]
     found = next((str(config[key]).lower() for key in FORMAT_KEYS if config.get(key)), known[0])
     if config.get("is_marlin_format"):
@@ -131,7 +131,9 @@ class _Module:
         return weight, tuple(part.name for part in parts)
 
     def refuse_groups(self, source: str, k: int, n: int) -> None:
-        """Raise UserError if scales, or groups that are not stored, do not fit codes of [K, N]."""
+        """Raise UserError if the scales do not fit codes of [K, N], or groups that are not stored do not
+        divide K.
+        """
         groups, columns = self.scales.shape
         if columns != n or (self.g_idx is None and k % groups) or (self.g_idx and self.g_idx.shape != (k,)):
             raise UserError(

@@ -36,8 +36,8 @@ def decoded_mxfp4(
         fits = blocks.dtype == torch.uint8 and len(shape) == 4 and shape[3] == BYTES
         if scales is None or not fits or scales.shape != shape[:3] or scales.dtype != torch.uint8:
             raise UserError(
-                f"{source}: {name} {list(shape)} is not MXFP4, which is uint8 [E, N, K/32, 16] with "
-                f"{stem}{SCALES} uint8 [E, N, K/32]; download or copy the checkpoint again"
+                f"{source}: {name} {list(shape)} is not MXFP4; codes have to be uint8 [E, N, K/32, "
+                f"16], and {stem}{SCALES} uint8 [E, N, K/32]; download or copy the checkpoint again"
             )
         experts, n, groups, _ = shape
         decode = _Decoder(blocks, scales, groups * GROUP)

@@ -28,7 +28,7 @@ def with_section(
     """Return the config with its quantization section as `quantization_config`.
 
     Some multimodal checkpoints have the section in `text_config`, old GPTQ and AWQ ones in a file of its own.
-    FP8 weights with scales need none: Mistral's `params.json` declares them for another reader.
+    FP8 weights with scales need no section: Mistral's `params.json` declares them for another reader.
     """
     text = config.get(TEXT)
     if config.get(SECTION) or config.get(OLD_SECTION):
@@ -45,7 +45,7 @@ def with_section(
 
 
 def _with_mlx_named(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Name MLX's section, which names no method."""
+    """Give MLX's quantization section, which names no method, the method `mlx`."""
     section = config.get(SECTION)
     if isinstance(section, dict) and isinstance(config.get(MLX_SECTION), dict) and "bits" in section:
         return {**config, SECTION: {"quant_method": MLX} | section}

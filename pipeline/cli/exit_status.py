@@ -58,7 +58,9 @@ def _one_line(error: Exception) -> str:
 
 
 def _details() -> str:
-    """Where the traceback of the current exception is: in a file, or on stderr if no file can be written."""
+    """Write the traceback of the current exception to a file, or to stderr if no file can be written; return
+    a text that says where it is.
+    """
     text = traceback.format_exc()
     try:
         descriptor, path = tempfile.mkstemp(prefix="scalegate-error-", suffix=".txt")

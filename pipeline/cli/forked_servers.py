@@ -1,6 +1,7 @@
 """Whether a command's servers are forked from a process that has already imported what they need.
 
-This is called before the command's own imports, which take as long, so that both run at once on two cores.
+It is called before the command's own imports, which take as long as starting the fork server, so that both
+run at the same time.
 """
 
 import os

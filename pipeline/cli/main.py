@@ -1,6 +1,6 @@
 """The `pipeline` command: its subcommands by name, each imported only when it is called.
 
-Not for any work of its own: a subcommand's file parses options and calls the function of the same name.
+This file does no work of its own: a subcommand's file parses options and calls the function of the same name.
 """
 
 import functools
@@ -43,8 +43,8 @@ class Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs like click's, but with our exit statuses: click's status for Ctrl-C and crashes means a failed
-        gate here.
+        """Run like click's `main`, but with our own exit statuses: the status that click gives for Ctrl-C and
+        crashes means a failed gate here.
         """
         search_rarely()
         raising = functools.partial(super().main, args, prog_name, standalone_mode=False, **extra)

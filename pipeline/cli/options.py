@@ -55,8 +55,9 @@ class OptionType(click.ParamType):
 
 
 class RecipeWord(click.ParamType):
-    """The name of a shipped recipe, or a recipe's file. The reader of the recipe finds out which, and checks
-    it."""
+    """The name of a shipped recipe, or a recipe's file. The reader of the recipe finds out which of the two
+    it is, and checks it.
+    """
 
     name = "recipe"
 
@@ -79,7 +80,8 @@ recipe_option = click.option(
 def options_from(
     *classes: type, sized: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[F], F]:
-    """A decorator for a command: an option for every field that is one; if it is not given, it is None.
+    """Return a decorator that gives a command an option for every field that is an option; an option that is
+    not given is None.
 
     sized: options whose default is computed from the workload
     only:  the names of the options that the command has; None for all

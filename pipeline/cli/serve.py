@@ -73,7 +73,7 @@ def command(
 
 
 def read_api_key(path: Path) -> str:
-    """The key in `path`, alone on its first line. UserError if there is none."""
+    """Return the key in the first line of the file `path`; UserError if the line is not a key."""
     try:
         key = path.open(encoding="utf-8").readline(MOST_KEY_CHARACTERS + 1).strip()
     except (OSError, UnicodeDecodeError) as error:

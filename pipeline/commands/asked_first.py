@@ -121,8 +121,8 @@ def _quantizes_experts(source: Checkpoint, recipe: Recipe) -> bool:
 
 
 def lacking_tools(request: ReleaseRequest) -> list[str]:
-    """Return packages or engines that the validation needs and this machine lacks: noted in a dry run,
-    otherwise refused.
+    """Return packages or engines that the validation needs and this machine lacks: a dry run notes them, any
+    other run refuses them.
     """
     validation = request.validation
     lacking = []

@@ -156,8 +156,9 @@ def _compared(
 
 
 def _unlike_baseline(weights: WeightComparison) -> str | None:
-    """Take our checkpoint's name from its manifest; of another tool's, which may scale weights first, one has
-    to be near.
+    """Return why a model was not made from the baseline. For an artifact of ours the manifest names the
+    source; for another tool's checkpoint, whose weights may have been scaled, one weight has to be near the
+    baseline's.
     """
     figures, errors = weights.figures, weights.errors.values()
     if figures.is_ours:

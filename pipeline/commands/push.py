@@ -32,8 +32,8 @@ def push(
 ) -> PushResult:
     """Publish the folder `artifact` to `to`: a Hub repository `ORG/NAME`, or `folder:DIR`.
 
-    allow_unjudged_speed: publish although the machine that judged it emulates the format, and so cannot judge
-                          its speed; the card says so first
+    allow_unjudged_speed: publish even if the machine that judged the artifact emulates the format and so
+                          cannot judge its speed; the card's first line then says so
 
     With `dry_run` nothing is changed anywhere, and the result lists what would be done; the Hub's files are
     looked up only if there are a token and a network.

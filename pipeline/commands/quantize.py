@@ -211,7 +211,7 @@ def _quantize_into(
 ) -> Artifact:
     """Write every file of the artifact, unless it is finished already.
 
-    told: the record of how formats were chosen
+    told: the record of how the formats were chosen
     """
     parameters = parameters_of(job, source, max_shard_bytes)
 

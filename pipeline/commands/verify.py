@@ -81,7 +81,7 @@ def verify(model: str | Path, revision: str | None = None, signers: str | Path |
 
 
 def _card(folder: Path, manifest: Artifact, verdict: Verdict, target: str) -> Finding:
-    """Say whether the card equals the one that Scalegate makes from these records; no digest covers the
+    """Compare the card with the card that Scalegate makes from these records, since no digest covers the
     card.
     """
     try:

@@ -131,12 +131,14 @@ class ExportConvention(Convention, Protocol):
         ...
 
     def bits_per_weight(self, spec: WeightFormat, n: int, k: int) -> float:
-        """Return the bytes of the spec, unless this convention stores more than the format needs."""
+        """Return the bits per weight in this convention: the spec's own bits, unless the convention stores
+        more than the format needs.
+        """
         ...
 
 
 class ExportDefaults:
-    """The default is for conventions whose files hold the tensors of a format and nothing else."""
+    """The defaults for export conventions whose files hold the tensors of a format and nothing else."""
 
     def file_metadata(
         self,
@@ -174,7 +176,9 @@ def kv_declaration(convention: ExportConvention, kv_format: str) -> dict[str, An
 
 
 def kv_scale_names(convention: ExportConvention, attention: str) -> tuple[str, str]:
-    """Return the place of an attention module's scales; by default as in compressed-tensors."""
+    """Return the names of an attention module's scales in the checkpoint; by default those of
+    compressed-tensors.
+    """
     if isinstance(convention, KVCacheConvention):
         return convention.kv_scale_names(attention)
     return f"{attention}.k_scale", f"{attention}.v_scale"

@@ -1,4 +1,4 @@
-"""Declared against stored: a config held to its files, for all conventions.
+"""Compares what a config declares with what the files store, for all conventions.
 
 The checks find modules that are stored packed although the config excludes them, and invalid scales.
 `model_loader/contradictions.py` has the checks that need the architecture (a layer that is declared quantized
@@ -152,5 +152,5 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Convert float8 to fp32, since few operations support float8."""
+    """Return the tensor in fp32 if it is float8, since few operations support float8."""
     return values.float() if values.element_size() == 1 else values

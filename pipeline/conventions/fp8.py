@@ -3,8 +3,8 @@
 DeepSeek's, Qwen's, Mistral's and FBGEMM's forms are known here; compressed-tensors' and ModelOpt's forms are
 known by their own conventions, which ask this file for the weights. A source is dequantized to 16 bits, one
 weight at a time; an FP8 release (`Checkpoint.is_released`) is served as FP8, inputs too, if its convention
-says how inputs are rounded. DeepSeek's form can be written too. `checkpoints/float_source.py` describes where
-scales lie.
+says how inputs are rounded. DeepSeek's form of FP8 can also be written. `checkpoints/float_source.py`
+describes where scales lie.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ INSTEAD = "export compressed-tensors"
 
 
 class FP8Blocks(ExportDefaults):
-    """FP8 in blocks, as DeepSeek writes it; other FP8 sources are read."""
+    """FP8 of every maker is read; FP8 in blocks is also written, as DeepSeek writes it."""
 
     name = METHOD
     reads = "FP8 sources (weight_scale_inv, weight_scale)"
@@ -140,7 +140,7 @@ def float8_modules(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         if info.dtype in PACKED_DTYPES and name + "_scale_inv" in checkpoint.tensors:
             raise UserError(
                 f"{checkpoint.source}: {name} is FP4, two codes in a byte, as DeepSeek-V4 stores experts; "
-                "Scalegate reads FP8, and not FP4 beside it. Give a checkpoint in 16 bits or FP8"
+                "Scalegate reads FP8, but not FP4. Give a checkpoint in 16 bits or FP8"
             )
     return {
         name.removesuffix(WEIGHT): stored_float8(checkpoint, name.removesuffix(WEIGHT))

@@ -1,4 +1,6 @@
-"""NVFP4 as conventions store it: four tensors, whose names and the sense of whose scalars are their own."""
+"""NVFP4 as conventions store it: four tensors. Each convention has its own names for them, and stores the
+scalars as multipliers or as divisors.
+"""
 
 from dataclasses import dataclass
 
@@ -16,8 +18,10 @@ from .stored import positive_scalar, refuse_shape, require_tensor, scalar_shape
 class NVFP4Tensors:
     """The convention's names of a module's tensors, after the module's name.
 
-    packed: uint8 [N, K/2]; scale: E4M3 [N, K/16]; global_scale, input_scale: fp32, one number each
-    divides: whether those two are stored as divisors; otherwise they multiply
+    packed:                    uint8 [N, K/2]
+    scale:                     E4M3 [N, K/16]
+    global_scale, input_scale: fp32, one number each
+    divides: whether global_scale and input_scale are stored as divisors; otherwise they multiply
     """
 
     packed: str

@@ -1,6 +1,7 @@
 """The torchao seam: one of torchao's tensor subclasses, read from a safetensors header's entry and written.
 
-Each weight format has a file that is registered here; `torchao.py` is the convention that the forms make up.
+Each weight format has a file that is registered here; `torchao.py` is the convention that consists of these
+forms.
 """
 
 from collections.abc import Callable, Mapping

@@ -124,7 +124,7 @@ def _room_for(out: Path) -> Iterator[None]:
 
 
 def _tensors(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[GGUFTensor]:
-    """Yield every tensor of the file, known from headers alone."""
+    """Yield every tensor of the file, from the checkpoint's headers alone."""
     stored = stored_weights(checkpoint)
     parts = {name for weight in stored.values() for name in weight.tensors}
     for module, weight in stored.items():

@@ -77,7 +77,8 @@ def state_bytes_of(checkpoint: Checkpoint) -> int | None:
 def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -> None:
     """Raise UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
-    length: tokens of a request, prompt and answer; device: the device on which it would be served
+    length: tokens of a request, prompt and answer
+    device: the device on which it would be served
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
     context_length(model, min(length, checkpoint.context or length))

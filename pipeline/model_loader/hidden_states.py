@@ -69,8 +69,8 @@ class HiddenStates:
 
 
 class StatesPart:
-    """Return sequences `first` to `first + count` of hidden states that hold several texts, as the states of
-    one text.
+    """One text's hidden states: sequences `first` to `first + count` of hidden states that hold several
+    texts.
     """
 
     def __init__(self, whole: HiddenStates, first: int, count: int):

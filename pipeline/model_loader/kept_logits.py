@@ -1,7 +1,7 @@
 """`logits_to_keep` for models of transformers whose forward does not know it, such as MiniCPM-V's.
 
-Such a forward swallows the argument and returns the logits of all tokens; a caller who asks for some rows
-takes the wrong ones.
+Such a forward ignores the argument and returns the logits of all tokens, so a caller who asks for some rows
+would use the wrong ones.
 """
 
 import inspect

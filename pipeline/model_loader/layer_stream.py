@@ -106,7 +106,7 @@ class LayerStream:
         )
 
     def put(self, tensor: str, value: Tensor) -> None:
-        """Return `value` in the form of that tensor of the checkpoint, for a layer that has its weights."""
+        """Put `value`, a tensor in the checkpoint's form, into the layer, whose weights are loaded."""
         for assignment in self.assignments:
             if assignment.names == [tensor]:
                 parameter = self.model.get_parameter(assignment.target)
@@ -150,7 +150,7 @@ class LayerStream:
             after.write(start, self.run(name, start, states))
 
     def advance(self, name: str) -> None:
-        """The layer's outputs become the stream's hidden states."""
+        """Run the layer, so that its outputs become the stream's hidden states."""
         self.states = self.after(name)
 
     def outputs(self, states: AnyStates | None = None) -> Iterator[Tensor]:

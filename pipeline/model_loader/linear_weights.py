@@ -93,7 +93,8 @@ NO_LANGUAGE_MODEL = re.compile(r"For(Sequence|Token)Classification$|ForQuestionA
 class ExpertBias:
     """The place of one expert's bias in a tensor [E, N] that holds the biases of all experts.
 
-    name: the bias' name in the form of the expert's own weight; rows: its range of rows among the N
+    name: the bias' name in the form of the expert's own weight
+    rows: its range of rows among the N
     """
 
     name: str
@@ -305,7 +306,7 @@ def _expert_biases(
 
 
 def _expert_place(assignment: Assignment, name: str) -> str:
-    """Return the first of the weights that are stacked in the expert's slice."""
+    """Return the name of the first weight that is stacked in the expert's slice."""
     parts = next((parts for parts in assignment.expert_parts() or [] if name in parts), [name])
     return parts[0]
 
@@ -313,7 +314,9 @@ def _expert_place(assignment: Assignment, name: str) -> str:
 def _refuse_fused_shape(
     checkpoint: Checkpoint, name: str, parameter: nn.Parameter | None, operations: Sequence[ConversionOps]
 ) -> None:
-    """Raise UserError if a tensor of all experts does not lie as the model's, or as loading turns it."""
+    """Raise UserError if a tensor of all experts has neither the model's shape nor the shape that loading
+    transposes.
+    """
     turns = [operation for operation in operations if isinstance(operation, Transpose)]
     if parameter is None or len(turns) != len(operations):
         return
@@ -417,7 +420,7 @@ def _missing(model: PreTrainedModel, assignments: Sequence[Assignment]) -> list[
 
 
 def _why_unlike(checkpoint: Checkpoint, names: Sequence[str]) -> str:
-    """Return what may explain tensors of other names than the model's, and the remedy."""
+    """Return a possible cause for tensors whose names are not the model's, and the remedy."""
     wrapper = next((w for w in WRAPPERS if all(name.startswith(w) for name in names)), None)
     if wrapper is not None:
         return f"all names begin with `{wrapper}`: {WRAPPERS[wrapper]}"

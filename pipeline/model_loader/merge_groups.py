@@ -35,8 +35,8 @@ def merge_groups(checkpoint: Checkpoint, dtype: torch.dtype) -> list[list[str]]:
 
 
 def no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-    """Replaces the experts, whose forward depends on the chosen experts, which are unknown on the meta
-    device.
+    """Replace the experts' forward inside the `with` block: it depends on the chosen experts, which are
+    unknown on the meta device.
     """
     return torch.zeros_like(hidden_states)
 

@@ -40,7 +40,8 @@ Stored = Mapping[str, StoredWeight]
 class DenseProduct:
     """One product of one or several linear layers.
 
-    modules: linear layers of the model, in the order of their rows; weights: their weights in the checkpoint
+    modules: linear layers of the model, in the order of their rows
+    weights: their weights in the checkpoint
     """
 
     modules: tuple[str, ...]

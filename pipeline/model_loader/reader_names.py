@@ -69,7 +69,8 @@ def names_of_unquantized(
     """Return every name under which a reader may ask whether an unquantized weight is a quantized linear
     layer.
 
-    quantized: the tensors with quantized weights; modules: the quantized modules
+    quantized: the tensors with quantized weights
+    modules:   the quantized modules
     """
     embeddings = frozenset().union(*(reader.embeddings for reader in readers))
     names: dict[str, None] = {}

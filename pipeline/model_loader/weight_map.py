@@ -71,7 +71,7 @@ class Assignment:
 
     @property
     def is_stacked(self) -> bool:
-        """Say whether single experts' tensors are stacked by their names alone."""
+        """Say whether the names of single experts' tensors alone decide how they are stacked."""
         return self.converter is None and bool(self.sources) and all(n in PROJECTIONS for n in self.sources)
 
     def expert_parts(self) -> list[list[str]] | None:
@@ -138,8 +138,9 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
 def _stacked(
     name: str, state: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[str, str, bool] | None:
-    """Return the parameter in which a single expert's weight or bias is stacked upon the others', for models
-    whose rules do not say so; its projection; and whether gate and up are interleaved there."""
+    """Return, for models without a rule for it, the parameter in which the weights or biases of single
+    experts are stacked; the projection of this one; and whether gate and up are interleaved in the parameter.
+    """
     expert = EXPERT_SLICE.match(name)
     if expert is None or expert["name"] not in PROJECTIONS:
         return None

@@ -87,8 +87,8 @@ def _patched(
 
 
 def kind_of(module: str) -> str:
-    """Return an expert's name with its number, which comes after the layer's, left out; any other name as it
-    is.
+    """Return an expert's name without its own number, which comes after the layer's number; any other name is
+    returned unchanged.
     """
     parts = module.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]

@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class BundleFile:
-    """One file of a release: its name there, its content, and the content's source."""
+    """One file of a release: its name in the release, its content, and where the content comes from."""
 
     path: str
     size: int

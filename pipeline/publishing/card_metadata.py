@@ -1,4 +1,5 @@
-"""The card's front matter: the base model's licence, languages, task and tags, ours, and scores of tasks.
+"""The card's front matter: the base model's licence, languages, task and tags, our own tags, and scores of
+tasks.
 
 The text below the front matter is in `card.py`.
 """

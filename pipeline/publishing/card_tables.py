@@ -1,6 +1,7 @@
 """The rows of the card's tables, as text: the curve, checks, tasks, rival, comparison, sensitivity.
 
-Cells with names from a checkpoint or a task are escaped here; figures are rounded only here.
+This file escapes names from a checkpoint or a task, and it is the only place where figures of the card are
+rounded.
 """
 
 from dataclasses import fields

@@ -109,7 +109,7 @@ def _kinds(found: Examination) -> Finding:
 
 
 def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Finding]:
-    """Say whether the verdict was given on these bytes and this manifest, and is the verdict that the
+    """Find whether the verdict was given on these bytes and this manifest, and is the verdict that the
     manifest names.
     """
     folder, given = path.parent, verdict.artifact
@@ -145,7 +145,7 @@ def _binding(manifest: Artifact, verdict: Verdict, path: Path) -> Iterator[Findi
 
 
 def _report(folder: Path, verdict: Verdict) -> Finding:
-    """Say whether the report's folder has exactly the pages and plots that the verdict names."""
+    """Find whether the report's folder has exactly the pages and plots that the verdict names."""
     there = {
         path.relative_to(folder / REPORT_FOLDER).as_posix()
         for path in (folder / REPORT_FOLDER).rglob("*")
@@ -167,7 +167,7 @@ def _report(folder: Path, verdict: Verdict) -> Finding:
 
 
 def _is_passing(path: Path) -> bool:
-    """Return files that are never published and may be anywhere: hidden files, and unfinished ones."""
+    """Say whether a file is never published and may be anywhere: a hidden or an unfinished file."""
     return path.name.startswith(".") or path.name.endswith(PARTIAL_SUFFIX)
 
 

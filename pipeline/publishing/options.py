@@ -9,7 +9,7 @@ from ...base.option_fields import check_options, option
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """Raise UserError if a value is not allowed."""
+    """The options of a push; a value that is not allowed raises UserError."""
 
     private: bool = option(False, "Keep a repository that this release creates private.")
     create_pr: bool = option(False, "Open a pull request instead of committing to main.")

@@ -59,7 +59,7 @@ class CalibrationContext:
 
 @dataclass(frozen=True)
 class CalibrationSequences:
-    """Return sequences to calibrate on, int64 [S, T]. facts: the manifest's record of the sequences"""
+    """The sequences to calibrate on, int64 [S, T]. facts: the manifest's record of the sequences"""
 
     sequences: Tensor
     facts: dict[str, Any]

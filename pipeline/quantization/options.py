@@ -22,7 +22,7 @@ def _exports() -> Iterable[str]:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Raise UserError if a value is not allowed."""
+    """The options of `quantize`; a value that is not allowed raises UserError."""
 
     revision: str | None = option(None, "Branch, tag or commit of MODEL, if it is a Hub id.", metavar="REV")
     export: str | None = option(
@@ -46,7 +46,9 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """How large an artifact may be, or how far from its source. Either chooses formats by layer."""
+    """A limit on the artifact's size, or on its divergence from the source. With either limit, formats are
+    chosen by layer.
+    """
 
     target_bits: float | None = option(
         None, "Mix INT4 and INT8 per layer to average BITS per weight.", metavar="BITS", above=0

@@ -201,7 +201,7 @@ def write_rest(
     for name, path in copied.items():
         if parent_leads_out(folder, name):
             raise UserError(
-                f"{folder / name} lies elsewhere, through a symlink; give another folder with --out"
+                f"{folder / name} leads out of the folder through a symlink; give another folder with --out"
             )
         with atomic_path(folder / name) as partial:
             shutil.copyfile(path, partial)

@@ -1,7 +1,7 @@
 """`scalegate.json`: the source of an artifact, its tools and settings, and the sha256 of every file in it.
 
-The manifest is written last and atomically, so a folder with a manifest was finished. Reading and checking
-the manifest is here too.
+The manifest is written last and atomically, so a folder with a manifest was finished. This file also reads
+and checks the manifest.
 """
 
 import hashlib

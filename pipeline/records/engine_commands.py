@@ -44,7 +44,8 @@ def engines(
     """Return the engines that load `name`, a Hub id or a folder, with quantization method `method` and keys
     and values in `kv_format`: engines that Scalegate validates on, then others.
 
-    auto_class: the transformers class that loads it; unread: engines that cannot load it
+    auto_class: the transformers class that loads it
+    unread:     engines that cannot load it
     """
     return [
         replace(

@@ -31,7 +31,7 @@ MAX_SHOWN = 60
 
 
 def expected(expectation: str) -> WrapValidator:
-    """Makes a type's errors say that the key `is <expectation>; not <value>`."""
+    """Make the errors of a type say what the key must be and what it is: `<expectation>; not <value>`."""
 
     def check(value: Any, accept: Callable[[Any], Any], info: ValidationInfo) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The table of measured and chosen formats in a manifest, for cards, pages and sums.
+"""The table of measured and chosen formats in a manifest, prepared for cards, pages and totals.
 
 `quantization/mixed_recipe.py` makes it.
 """

@@ -1,4 +1,4 @@
-"""The names of a report's files, and its colours, for cards and previews that draw nothing."""
+"""The names of a report's files, and its colours, for cards and previews, which draw nothing themselves."""
 
 PAGE_NAME = "report.html"
 RATIO_NAME = "ratio.png"

@@ -138,7 +138,7 @@ def baseline_dtype(verdict: Verdict) -> str:
 
 
 def side_by_side(verdict: Verdict) -> str:
-    """Say whether the servers ran at the same time."""
+    """Return a text that says whether the servers ran at the same time."""
     if verdict.evidence.measured and all(took_turns(measured) for measured in verdict.evidence.measured):
         return "the servers did not fit in memory together and took turns"
     return "all servers were up together"

@@ -72,7 +72,7 @@ class MemoryPlan:
 def plan_memory(
     sides: Sequence[Side], placement: Placement, mem_info: MemInfo = torch.cuda.mem_get_info
 ) -> MemoryPlan:
-    """Raise UserError if a server would not fit even by itself."""
+    """Plan the servers' memory; raise UserError if a server would not fit even by itself."""
     least, asked, taken = {}, {}, dict[int, float]()
     grants: dict[str, MemoryGrant | None] = {}
     memory = {device: mem_info(device) for side in sides for device in side.devices}

@@ -229,7 +229,7 @@ def alternatives_error(told: Sequence[TopLogprobs], logits: Tensor) -> float | N
 
 
 def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
-    """Return the logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
+    """Yield the logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
     together, because answers are read token by token.
     """
     texts = [(answer.prompt, answer.tokens) for answer in served]

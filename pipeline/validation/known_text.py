@@ -1,7 +1,8 @@
 """The domains of the held-out text that a baseline can predict: the others say nothing about an artifact.
 
-A model that was trained on code alone guesses in prose. In such a domain the model's most likely token is
-chance, and changes with every rounding. Nobody serves such text with such a model either.
+A model that was trained on code alone guesses in prose. In a domain that the model cannot predict, its most
+likely token is a matter of chance and changes with every rounding. Nobody serves such text with such a model
+anyway.
 """
 
 import math

@@ -46,7 +46,7 @@ def loaded_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def contradictions(config: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Yield keys of a config.json that contradict each other: readers use one or the other.
+    """Yield keys of a config.json that contradict each other: some readers use one key, some the other.
 
     Each contradiction is told in a few words: `rope_theta is 10000.0 and in rope_parameters 1000000.0`.
     """

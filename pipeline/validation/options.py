@@ -46,7 +46,7 @@ def _require_reader(reader: str) -> None:
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """Raise UserError if a value is not allowed."""
+    """The options of `validate`; a value that is not allowed raises UserError."""
 
     baseline: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""The servers of a validation: their options, and the record of these in the verdict.
+"""The servers of a validation: their options, and the record of the options in the verdict.
 
 Nothing is started here: each engine (`serving_check/adapters/`) starts its own server. Sizes that were not
 given follow from the workload, the same on both sides.

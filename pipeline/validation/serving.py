@@ -42,7 +42,7 @@ LONGEST = 2048
 
 
 class HasText(Protocol):
-    """Findings hold the text that prompts are cut from."""
+    """The part of findings that is needed here: the text that prompts are cut from."""
 
     @property
     def text(self) -> "HeldOutText": ...
@@ -215,8 +215,9 @@ def _score_meanwhile(score: Callable[[], ScoresT], servers: Sequence[SubprocessE
 
 @contextmanager
 def leaving_cores(servers: int) -> Iterator[None]:
-    """Inside the `with` block, torch leaves one core to each starting server. Threads that wait for a turn on
-    a core take longer together than one thread alone."""
+    """Inside the `with` block, torch leaves one core to each starting server. Several threads that share one
+    core take longer than one thread alone.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - servers))
     try:

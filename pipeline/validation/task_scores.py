@@ -44,7 +44,8 @@ def task_context(checkpoint: Checkpoint) -> int:
 
 
 def evaluate(endpoint: Endpoint, tokenizer: Path, tasks: str, context: int, concurrent: int) -> Results:
-    """lm-eval's results on one server. A failure raises UserError with the end of lm-eval's log.
+    """Run lm-eval on one server and return its results. A failure raises UserError with the end of lm-eval's
+    log.
 
     tokenizer: the checkpoint's folder
     context:   the longest request of the server in tokens, output included

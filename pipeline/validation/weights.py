@@ -1,4 +1,4 @@
-"""Holding an artifact's stored weights against its baseline's, a block of rows at a time, without a model.
+"""Compares an artifact's stored weights with its baseline's, a block of rows at a time, without a model.
 
 Quantized modules are compared by their relative error, and everything else bit for bit. The comparison reads
 through the conventions and `dequantize()`, so it knows no format; `checks/weights.py` judges the figures.
@@ -178,8 +178,8 @@ class _Comparison:
     def _columns(self, module: str) -> Tensor | None:
         """Return fp32 [K], the factors of the module's columns; None if there are none.
 
-        A norm that was exchanged or damaged gives other factors, and its modules another error than is
-        recorded.
+        If a norm was exchanged or damaged, the factors differ, and the errors of its modules differ from the
+        recorded ones.
         """
         norm = self.scaled.get(module)
         if norm is None or norm not in self.artifact.tensors or norm not in self.baseline.tensors:

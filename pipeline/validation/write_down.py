@@ -82,8 +82,9 @@ def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> V
 
 @contextmanager
 def _or_a_note(what: str, clean: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
-    """A failure inside is only reported and cleaned up: a full disk or a plot must not cost a verdict that
-    took hours. The list that is yielded holds `what` if everything went well."""
+    """Report a failure inside the `with` block and clean up after it: a full disk or a faulty plot must not
+    cost a verdict that took hours. The list that is yielded holds `what` if everything went well.
+    """
     done: list[str] = []
     try:
         yield done

@@ -71,7 +71,8 @@ class ExternalCommand:
 
         Raise UserError if the command is not installed.
 
-        model: the words that name the checkpoint; environment: further variables for the server's process
+        model:       the words that name the checkpoint
+        environment: further variables for the server's process
         """
         if shutil.which(self.command) is None:
             raise UserError(

@@ -19,8 +19,8 @@ def starting(servers: Sequence[Server], together: bool) -> Iterator[Callable[[],
     """Start `servers` in the background; yield a function that waits until all serve and returns their
     endpoints.
 
-    That function raises the error of the first server that failed. At the end all servers are stopped, also
-    those that are still starting.
+    The yielded function raises the error of the first server that failed. At the end all servers are stopped,
+    also those that are still starting.
 
     together: start all servers at once rather than one after the other
     """
@@ -50,9 +50,7 @@ def _endpoints(starts: Sequence[Future[Endpoint]]) -> list[Endpoint]:
 
 
 def _stop(server: Server, start: Future[Endpoint]) -> None:
-    """Stop a server. The server may be about to start its process, so it is stopped again when `start` has
-    ended.
-    """
+    """Stop a server. It may be about to start its process, so it is stopped again when `start` has ended."""
     server.stop()
     while not wait([start], POLL_SECONDS).done:
         server.stop()

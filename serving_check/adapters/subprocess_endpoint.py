@@ -173,7 +173,8 @@ class SubprocessEndpoint:
 
     def resident_bytes(self) -> int | None:
         """Return the resident bytes of all processes of the server; None while it is not running. The
-        function stays valid after a restart, too."""
+        function can also be called after a restart of the server.
+        """
         return None if self._process is None else resident_bytes_of_tree(self._process.pid)
 
     def processes(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Reads vLLM's log: the progress of a start, the reason of a failure, and compilations while it served.
 
-The lines are those of vLLM 0.26; unknown lines are ignored.
+The known lines are the lines that vLLM 0.26 logs; all other lines are ignored.
 """
 
 import functools

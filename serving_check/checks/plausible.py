@@ -70,7 +70,7 @@ class _Problem:
 
 
 def _problems_at(point: CurvePoint, fastest: float, byte_ratio: float) -> Iterator[_Problem]:
-    """Return speeds at this M above `fastest` times the baseline's."""
+    """Yield the speeds at this M that are above `fastest` times the baseline's."""
     if point.ratio is not None and point.ratio > fastest:
         sure = (point.decision_low or 0.0) > fastest
         yield _Problem(
@@ -88,7 +88,7 @@ def _problems_at(point: CurvePoint, fastest: float, byte_ratio: float) -> Iterat
 
 
 def _problems_of_repeated(repeated: RepeatedPrompts | None) -> list[_Problem]:
-    """Say whether prompts that were sent twice came back too fast the second time."""
+    """Return a problem if prompts that were sent twice were answered too fast the second time."""
     if repeated is None or not repeated.second_tpot < LEAST_REPEATED_TPOT * repeated.first_tpot:
         return []
     return [

@@ -175,7 +175,7 @@ def _measured(usual: Sequence[_Figure], domains: Sequence[_Figure], besides: Seq
 
 
 def _advice(bad: Sequence[_Figure], worst_modules: Sequence[str]) -> str:
-    """Return the likely cause of these figures, and a remedy."""
+    """Return the likely cause of the figures that failed, and a remedy."""
     if any(
         text.mean_kl > BEYOND_ROUNDING_KL
         or text.top1_agreement < BEYOND_ROUNDING_AGREEMENT

@@ -52,7 +52,8 @@ def check_stalls(
     """Fail if the artifact's server stalls more often than chance on a shared machine explains.
 
     together: blocks whose repeats ran on both servers at once; None if there was no doubt
-    in_use: blocks of a load as in use. All their stalls count; of a repeat, only the longest stall counts
+    in_use: blocks of a load as in use, all of whose stalls count, while in a repeat only the longest stall
+            counts
     """
     bound = "no more stalls than the baseline has, beyond chance"
     both = _measured_on_both(measured)
@@ -150,7 +151,7 @@ def _origin(measured: Sequence[MeasuredM]) -> float:
 def _stalls(
     level: MeasuredM, repeats: Sequence[Repeat], measured: Sequence[MeasuredM], bounds: Bounds
 ) -> Iterator[Stall]:
-    """Return the longest stall of each repeat that has any stall. All `repeats` belong to one side."""
+    """Yield the longest stall of each repeat that has any stall. All `repeats` belong to one side."""
     origin, least = _origin(measured), _least_stalls(level, bounds)
     for repeat in repeats:
         if gap := _longest_stall(repeat, least):

@@ -1,7 +1,7 @@
 """Whether tokenizer, chat template, end-of-sequence tokens and generation settings are the baseline's.
 
-Quantization changes none of these parts. If an artifact changes a part on purpose, its recipe declares this
-under `changes`.
+Quantization changes neither tokenizer nor templates nor settings. If an artifact changes a part on purpose,
+its recipe declares this under `changes`.
 """
 
 from ..evidence.artifact_figures import TextFigures

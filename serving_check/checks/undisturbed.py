@@ -28,7 +28,7 @@ computes on all cores loses at most this share of its throughput; larger losses 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Return the difference of the log throughput ratio, side by side, from the ratio of servers alone."""
+    """The difference between the log throughput ratio of servers side by side and that of servers alone."""
 
     centre: float
     low: float
@@ -36,7 +36,9 @@ class _Difference:
 
 
 def check_undisturbed(alone: AloneFigures | None, measured: Sequence[MeasuredM]) -> CheckResult:
-    """Inconclusive if a server surely disturbs the other; unknown if the servers could not be stopped."""
+    """The check is inconclusive if a server surely disturbs the other server, and unknown if the servers
+    could not be stopped.
+    """
     bound = f"a ratio of throughput within {LEAST_DIFFERENCE:.0%} of that with the other server stopped"
     if alone is not None and alone.on_cpu:
         bound = f"at most {LEAST_CPU:.0%} of the CPU taken while idle"

@@ -120,7 +120,9 @@ _ATTENTION: ContextVar[Attention | None] = ContextVar("takes the calls of the ru
 
 @contextmanager
 def taking_calls(attention: Attention) -> Iterator[None]:
-    """Takes the calls of models whose layers pass no further arguments on to their attention."""
+    """Inside the `with` block, take the attention calls of models whose layers pass no further arguments to
+    their attention.
+    """
     token = _ATTENTION.set(attention)
     try:
         yield

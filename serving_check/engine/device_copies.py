@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor asynchronously. A plain copy to a GPU would first wait for the steps in flight."""
+    """Copy a tensor to the device without waiting for the steps in flight, as a plain copy to a GPU would."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class DeviceToHostCopy:
-    """Return an asynchronous copy of a tensor from the device to the host."""
+    """An asynchronous copy of a tensor from the device to the host."""
 
     def __init__(self, tensor: Tensor):
         self._event: torch.cuda.Event | None = None

@@ -73,8 +73,8 @@ class JitMonitor:
         return taken
 
     def check(self) -> None:
-        """Raise JitError if there was an event. An error raised inside the compilation would be the
-        compiler's to handle.
+        """Raise JitError if there was an event. Call this after a step: an error that is raised inside a
+        compilation would be handled by the compiler.
         """
         if self._last is not None and self.mode == "error":
             raise JitError(f"compiled while serving; {self._last}")

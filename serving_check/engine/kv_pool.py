@@ -202,7 +202,7 @@ def pool_pages(
 
 @dataclass(frozen=True)
 class _Room:
-    """The memory for a pool, and what its requests keep in memory besides pages."""
+    """The memory for a pool, and the memory that its requests take besides pages."""
 
     free: int
     max_num_seqs: int

@@ -102,8 +102,9 @@ class EngineOptions:
 
     @property
     def kv_format(self) -> str:
-        """Return the name in `KV_FORMATS`. `auto` means unquantized here: the format that a checkpoint
-        declares " "has already replaced it."""
+        """Return the name in `KV_FORMATS`. `auto` means unquantized here: if a checkpoint declares a format,
+        that format has replaced `auto` already.
+        """
         return UNQUANTIZED if self.kv_cache_dtype == AUTO else self.kv_cache_dtype
 
     def chunks(self, on_gpu: bool) -> tuple[int, int]:

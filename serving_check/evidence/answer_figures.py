@@ -20,7 +20,7 @@ LEAST_FOR_LIKENESS = 4
 
 @dataclass(frozen=True)
 class TokenText:
-    """The two functions of a tokenizer that answers need."""
+    """The two functions of a tokenizer with which answers are examined."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]

@@ -1,6 +1,6 @@
 """Whether each answer of a load as in use is what its request asked for: its prompt, length, end and text.
 
-How likely an answer's tokens are takes the models' logits, and is judged elsewhere.
+The likelihood of an answer's tokens needs the models' logits, and is judged elsewhere.
 """
 
 from collections import Counter
@@ -117,9 +117,10 @@ def _ids_told_twice(result: OpenLoopResult) -> Iterator[str]:
 
 
 def _created_off(result: OpenLoopResult) -> Iterator[str]:
-    """Say whether answers were made when they say, by the server's own clock.
+    """Yield an error if the creation times that answers state are impossible by the server's own clock.
 
-    The server's clock may differ from ours, but by the same at each answer. Whole seconds are rounded down.
+    The server's clock may differ from ours, but by the same time at each answer. Whole seconds are rounded
+    down.
     """
     times = [
         (created, record.start, record.start + record.e2el)
@@ -194,7 +195,7 @@ def _tokens(planned: PlannedRequest, answer: Answer) -> Sequence[int] | None:
 
 
 def _is_text_of(written: str, text: str) -> bool:
-    """Say whether `text` was streamed of the tokens that `written` was decoded from at once.
+    """Say whether the streamed `text` has the same tokens as `written`, which was decoded at once.
 
     If more text follows a broken character, only the text before it is compared: each server resumes a stream
     in its own way, and some complete a character that the prompt has begun.

@@ -60,7 +60,7 @@ class CompanyFigures:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Return one request; every second request samples, with its own seed."""
+    """One request; every second request samples, with its own seed."""
 
     prompt: tuple[int, ...]
     answer_len: int

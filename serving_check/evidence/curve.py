@@ -28,7 +28,9 @@ Figure = Callable[[Repeat], float | None]
 def sequential_test(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> SequentialTest:
-    """Return the test of each M. The first look settles how many figures are decided."""
+    """Return the test of each M. How many figures are decided is fixed at the first look, after the first few
+    blocks.
+    """
     parts = sum(parts_apart(level, workload).count for level in measured)
     count = len(workload.measured_ms) + parts
     return SequentialTest(floor, number_of_ms=count, max_blocks=workload.max_blocks)
@@ -63,7 +65,7 @@ RIVAL_FLOOR = 1.0
 def rival_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, from_m: float
 ) -> dict[int, Decision]:
-    """Say whether the artifact is faster than the rival, at each given M from `from_m` on."""
+    """Return the decision whether the artifact is faster than the rival, at each given M from `from_m` on."""
     voting = [level for level in measured if level.m >= from_m and level.m in workload.ms]
     if not voting:
         return {}

@@ -227,7 +227,7 @@ def streams_decoding(records: Sequence[RequestRecord]) -> "DecodingStreams":
 
 @dataclass(frozen=True)
 class DecodingStreams:
-    """Return when requests began and ended to decode, sorted."""
+    """The times at which requests began to decode and ended, sorted."""
 
     begins: Sequence[float]
     ends: Sequence[float]

@@ -124,7 +124,9 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
 
 
 def _alternatives(answer: Answer, tokens: Sequence[int], tokenizer: TokenText) -> tuple[TopLogprobs, ...]:
-    """With ids only where the server names tokens as the tokenizer does: most chosen ones are named so."""
+    """Return the alternatives to each token. They have ids only if the server names tokens as the tokenizer
+    does, that is, if most chosen tokens are named so.
+    """
     told = (answer.alternatives or ())[: len(tokens)]
     named = sum(entry.chosen == tokenizer.decode([token]) for entry, token in zip(told, tokens, strict=False))
     ids = _Ids(tokenizer) if named > len(told) / 2 else None
@@ -138,7 +140,7 @@ def _alternatives(answer: Answer, tokens: Sequence[int], tokenizer: TokenText) -
 
 
 class _Ids:
-    """The token that a text is, if it is one."""
+    """Finds the token id of a text, if the text is exactly one token."""
 
     def __init__(self, tokenizer: TokenText):
         self._tokenizer = tokenizer
@@ -153,7 +155,7 @@ class _Ids:
 
 
 def _tokens(request: PlannedRequest, answer: Answer, tokenizer: TokenText) -> tuple[int, ...]:
-    """Return the tokens that the model chose; none if they are not known."""
+    """Return the tokens that the model chose; an empty result if the tokens are not known."""
     if answer.token_ids is not None:
         # What ends an answer of a least length was not chosen freely.
         return tuple(answer.token_ids)[: request.min_tokens or None]

@@ -87,7 +87,8 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
     """Send a burst and the smallest M again, then look at the artifact's server at rest.
 
     measured: the blocks; the last repeats are compared with the first ones at the smallest M before: from
-    `look_before`; requests: that the artifact's server was sent since then
+              `look_before`
+    requests: that the artifact's server was sent since then
     """
     artifact, baseline = sides.artifact, sides.baseline
     for endpoint in (artifact, baseline):
@@ -151,9 +152,7 @@ class _Burst:
                 self.baseline_parts.append(self._part(baseline, baseline_size, baseline_s))
 
     def _send_between(self, requests: int) -> None:
-        """Return how to send requests with many prompts each; None if a server accepts only one prompt per
-        request.
-        """
+        """Send requests with many prompts each, unless a server accepts only one prompt per request."""
         artifact, text = self._sides.artifact, self._sides.text
         if requests < PROMPTS_EACH:
             return

@@ -177,7 +177,7 @@ def serve_and_measure(
 def _emulated(
     sides: Mapping[str, Endpoint], rival: Rival | None, clock: StageClock
 ) -> tuple[EmulatedProducts, ...]:
-    """Return what the servers emulate, which is also printed: then speed is not judged."""
+    """Return the products that the servers emulate, and print them: in that case speed is not judged."""
     endpoints = {**sides, **({} if rival is None else {RIVAL: rival.endpoint})}
     emulated = tuple(
         products
@@ -255,8 +255,8 @@ def _canary_texts(
     """Return the texts of the artifact's server and of the baseline's, which goes first: its time sets the
     deadline.
 
-    said: the artifact's metrics before. UserError is raised if the artifact's server counts the baseline's
-    tokens.
+    said: the artifact's metrics before the texts were generated UserError is raised if the artifact's server
+    counts the baseline's tokens.
     """
     prompts = canary_prompts(run.text)
     started = time.perf_counter()

@@ -182,7 +182,7 @@ class PlannedProfile:
 
 @dataclass(frozen=True)
 class RequestSource:
-    """Return the sources of requests besides the text, if a load as in use is sent."""
+    """The sources of requests besides the text, if a load as in use is sent."""
 
     context: int
     """The most tokens of a request that both servers accept."""

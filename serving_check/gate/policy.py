@@ -225,7 +225,7 @@ def first_lines(
     other_inputs: what the model takes besides text
     unlike: the options that the servers do not share, as `unlike_options` finds them
     stored_as: the form of the baseline's weights, where it is smaller than 16 bits
-    speed_not_judged: why not, if it was not
+    speed_not_judged: the reason why speed was not judged; None if it was
     """
     lines = []
     if speed_not_judged:

@@ -95,7 +95,7 @@ def contradictions(verdict: Verdict) -> list[str]:
 
 
 def _judged(verdict: Verdict) -> Judgement:
-    """Raise UserError if a gate could not have measured such raw figures."""
+    """Judge the verdict's raw figures; raise UserError if no gate could have measured them."""
     try:
         return judge(verdict.evidence, verdict.workload, verdict.bounds)
     except (ArithmeticError, ValueError, LookupError, TypeError) as error:

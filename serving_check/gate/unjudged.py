@@ -1,6 +1,6 @@
 """Leaves speed unjudged if a server emulates the format of its inputs, which is slower than the format.
 
-Figures stay as they were measured. Everything that is not speed is judged as ever.
+Figures stay as they were measured. Everything besides speed is judged as usual.
 """
 
 from collections.abc import Sequence

@@ -113,7 +113,9 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
 
 
 class ForkedProcess:
-    """The client's end: the channel gives the exit status, and closing it ends the process."""
+    """A forked process as the client sees it: the channel delivers the exit status, and closing the channel
+    ends the process.
+    """
 
     def __init__(self, channel: socket.socket, pid: int):
         self._channel = channel
@@ -180,7 +182,7 @@ def _fork(address: str, theirs: Connection, main: Main, arguments: Sequence[Any]
 
 
 class ForkServer:
-    """The process that forks: one thread, no state but its children."""
+    """The process that forks: it has one thread, and no state besides its children."""
 
     def __init__(self, listener: socket.socket):
         self._environment = _read_while_imported(os.environ)

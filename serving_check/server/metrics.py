@@ -107,7 +107,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Return all current figures, in the form of prometheus_client."""
+        """Yield all current figures, in the form of prometheus_client."""
         stats = self._stats
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
         yield self._gauge(

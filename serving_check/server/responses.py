@@ -198,7 +198,7 @@ class ChatCompletions:
         self._parsers = [] if tools is None else [ToolParser(tools, asked.must_call, most) for _ in prompts]
 
     def opening(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the role comes in its own chunk, before any text, together with the prompt's ids, as in
+        """Return the chunk with the role, which comes before any text, together with the prompt's ids, as in
         vLLM.
         """
         delta = {"role": "assistant", "content": ""}

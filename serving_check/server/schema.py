@@ -59,8 +59,8 @@ functions."""
 
 
 class StopAtFirstError(FailFast):
-    """Return a list that is checked only up to its first error: a body of a million wrong items must not
-    become a million errors. Hashable, for unions.
+    """Checks a list only up to its first error: a body of a million wrong items must not become a million
+    errors. Hashable, for unions.
     """
 
     def __hash__(self) -> int:
@@ -402,7 +402,7 @@ class TokenizeChatRequest(Strict):
         return self
 
     def chat(self) -> ChatCompletionRequest:
-        """Return the request whose prompt is meant."""
+        """Return the chat request whose prompt is to be tokenized."""
         return ChatCompletionRequest(
             messages=self.messages,
             add_generation_prompt=self.add_generation_prompt,

@@ -1,4 +1,5 @@
-"""`response_format`: JSON, any or of a schema, as a grammar that the engine keeps to; by llguidance.
+"""`response_format`: any JSON, or JSON of a schema, as a grammar that the engine follows; made with
+llguidance.
 
 Schemas come from clients: they are bounded in size, and compiled in a text worker before the engine does.
 """

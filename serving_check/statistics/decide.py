@@ -10,16 +10,16 @@ moves it little (`trimmed_mean.py`); its limits get wider with the correlation b
 
 The two errors are guarded separately:
 
-- wrongly failing: a fail at any one M fails the artifact, so each M gets its share (Bonferroni over the Ms);
-- wrongly passing: every M has to pass, so the worst M alone bounds the chance (an intersection-union test,
-  Berger 1982).
+- A wrong fail: a fail at any one M fails the artifact, so the chance is divided among the Ms (Bonferroni);
+- A wrong pass: every M has to pass, so the worst M alone bounds the chance (an intersection-union test,
+Berger 1982).
 
-Each of the two errors is spent over a few looks, half of it on the last look. No assumption on how looks
-depend on each other is needed for that, so stopping as soon as an M is decided stays honest. The resulting
-error rates are in `tests/bench/results/gate/operating_characteristic.json`.
+The chance of each error is divided among a few looks at the figures, half of it for the last look. This needs
+no assumption on how looks depend on each other, so measuring may stop as soon as an M is decided. The
+resulting error rates are in `tests/bench/results/gate/operating_characteristic.json`.
 
-If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. Only
-effects of the machine outlast a restart. Effects on both sides alike do not correlate groups: even in a
+If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. After
+a restart, only effects of the machine remain. Effects on both sides alike do not correlate groups: even in a
 random walk, each group has its own steps. Effects on one side alone are at most a random walk from the
 machine's first state, and the ratio is for that state. Limits are therefore never wider than those of such a
 walk, however strong the correlation that a few groups cannot exclude.
@@ -141,7 +141,9 @@ class Decision:
 
 
 def block_log_ratio(artifact: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return one block's log ratio of geometric means, from its repeats' throughputs on either side."""
+    """Return the log ratio of one block: the geometric mean of the artifact's throughputs, divided by that of
+    the baseline's.
+    """
     return fmean(map(math.log, artifact)) - fmean(map(math.log, baseline))
 
 
@@ -236,8 +238,9 @@ def _exp(value: float) -> float:
 
 
 def chance_of_as_many(ours: int, theirs: int, share: float) -> float:
-    """Return the chance that at least `ours` of all events fall on our `share` of the time, or of the
-    answers, if both sides have events alike: a binomial's tail."""
+    """Return the chance that at least `ours` of all events happen in our `share` of the time, or of the
+    answers, if events are equally frequent on both sides: the tail of a binomial.
+    """
     total = ours + theirs
     return math.fsum(
         math.comb(total, count) * share**count * (1 - share) ** (total - count)

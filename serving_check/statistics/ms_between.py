@@ -1,4 +1,4 @@
-"""Draws Ms between the given ones, so that no server can be fast at the given Ms alone.
+"""Draws Ms between the given Ms, so that a server cannot pass by being fast at the given Ms only.
 
 Kernels and CUDA graphs are chosen in buckets of M that end at powers of two, if not closer. A power of two
 fills its bucket exactly, so a kernel that is slow for all other Ms would show at no power of two.
@@ -15,8 +15,8 @@ one power of two to the next contains an M."""
 
 
 def draw_between(ms: Sequence[int], seed: int) -> tuple[int, ...]:
-    """At least one M in every gap between neighbours of `ms`, ascending, that contains a whole number; as
-    many as `STEP` needs. The same seed gives the same Ms, on any machine.
+    """Draw at least one M in every gap between neighbours of `ms` that contains a whole number, and as many
+    as `STEP` needs; return them ascending. The same seed gives the same Ms, on any machine.
     """
     generator = random.Random(f"Ms between {seed}")
     return tuple(m for low, high in pairwise(sorted(ms)) for m in _in_gap(low, high, generator))

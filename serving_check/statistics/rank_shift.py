@@ -38,7 +38,9 @@ def _differences(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 @cache
 def _arrangements(ours: int, theirs: int, wins: int) -> int:
-    """Return the number of orders of these values in which ours are above theirs in `wins` pairs."""
+    """Return the number of orders of `ours` and `theirs` values in which ours are above theirs in `wins`
+    pairs.
+    """
     if wins < 0:
         return 0
     if not ours or not theirs:

@@ -87,14 +87,14 @@ def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
 
 
 def _of_chat(token: dict[str, Any]) -> Alternatives:
-    """The alternatives to one token of a chat."""
+    """Return the alternatives to one token of a chat."""
     told = token.get("top_logprobs") or ()
     return Alternatives(token.get("token"), {one.get("token"): one.get("logprob") for one in told})
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """Return what an answer says beside the text of its choices: of each field, all different values."""
+    """The fields of an answer besides the text of its choices: for each field, all its different values."""
 
     ids: tuple[str | None, ...]
     objects: tuple[str | None, ...]

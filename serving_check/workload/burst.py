@@ -74,9 +74,10 @@ def send_burst(
 ) -> BurstResult:
     """Send `requests` tiny requests and wait for all answers; a failed one is recorded, not raised.
 
-    text: token ids that prompts are cut from; longest_s: seconds after which no further request is sent
-    kinds: those that the server accepts; there are equally many requests of each prompts_each: prompts in one
-    HTTP request; the engine has a request for each
+    text:      token ids that prompts are cut from
+    longest_s: seconds after which no further request is sent
+    kinds:     those that the server accepts; there are equally many requests of each prompts_each: prompts in
+               one HTTP request; the engine has a request for each
     """
     return asyncio.run(_send_burst(endpoint, text, seed, requests, longest_s, kinds, prompts_each))
 

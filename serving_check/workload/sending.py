@@ -157,7 +157,7 @@ async def _read_stream(
 
 
 def _usage_of(body: bytes) -> tuple[dict[str, int], str | None]:
-    """The usage of an answer that was not streamed, and an error if it has none."""
+    """Return the usage of an answer that was not streamed, and an error if it has none."""
     try:
         usage = json.loads(body)["usage"]
         return ({}, "the answer's usage is no object") if not isinstance(usage, dict) else (usage, None)

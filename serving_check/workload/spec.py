@@ -83,7 +83,9 @@ class RequestRecord:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds until the client had a token: of an answer that was not streamed, all of them."""
+        """Return the seconds until the client had a token; for an answer that was not streamed, until it had
+        all tokens.
+        """
         return self.ttft if self.is_streamed or self.error is not None else self.e2el
 
     @property

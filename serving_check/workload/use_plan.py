@@ -159,7 +159,7 @@ class PlannedRequest:
 
     @property
     def full_kind(self) -> str:
-        """Its kind, whether it is a chat, and whether it is not streamed."""
+        """The request's kind, whether it is a chat, and whether it is not streamed."""
         chat = " chat" if self.messages and self.kind != "chat" else ""
         return ("" if self.is_streamed else "unstreamed ") + self.kind + chat
 
@@ -271,7 +271,7 @@ def plan_requests(
 
 
 def fewest_requests(kinds: Collection[Kind]) -> int:
-    """How many requests a block has at least."""
+    """Return the least number of requests in a block."""
     return 2 * len(set(kinds) - {"greedy"}) + LEAST_GREEDY
 
 
@@ -349,7 +349,8 @@ def _with_unstreamed(
 ) -> list[PlannedRequest]:
     """Return the requests, of which one of each kind is not streamed, never the one with the longest prompt.
 
-    of_chats: whether that one is a chat, if there is a chat of its kind; else a completion, if there is one
+    of_chats: whether to choose a chat, if there is one of the kind; otherwise a completion is chosen, if
+              there is one
     """
     longest = max(len(request.prompt) for request in requests)
     by_kind: dict[Kind, list[int]] = {}
@@ -390,8 +391,8 @@ def _completions(
     budget: int,
     long_prompt: int,
 ) -> list[PlannedRequest]:
-    """Return all requests but chats and those with a stop string; the first has the longest prompt, and a
-    longer answer.
+    """Return all requests except chats and requests with a stop string; the first request has the longest
+    prompt, and a longer answer.
 
     long_prompt: tokens of the longest prompt that do not count towards the budget
     """

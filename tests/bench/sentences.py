@@ -25,6 +25,8 @@ ERRORS = ("UserError",)
 LEAST_WORDS = 5
 COLUMNS = re.compile(r"\S {2,}\S")
 """In a docstring: a table, or a picture of bytes."""
+ARGUMENT = re.compile(r"^(?=\*{0,2}\w+(?:, \*{0,2}\w+)*(?: \[[^\]\n]*\])?: )", flags=re.MULTILINE)
+"""In a docstring: the beginning of a line that explains an argument, a field or a tensor."""
 Sentence = tuple[str, str]
 """Where it stands, and its words."""
 
@@ -75,10 +77,12 @@ def docstrings() -> Iterator[Sentence]:
     for path, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                where = f"{path}:{getattr(node, 'lineno', 1)}"
-                for paragraph in text.split("\n\n"):
-                    if not COLUMNS.search(paragraph):
-                        yield from sentences(where, paragraph)
+                where = f"{path}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', '')}".strip()
+                for paragraph in text.partition("Examples:")[0].split("\n\n"):
+                    if not (COLUMNS.search(paragraph) or paragraph.startswith(" ")):
+                        are_arguments = ARGUMENT.match(paragraph) is not None
+                        for part in ARGUMENT.split(paragraph) if are_arguments else [paragraph]:
+                            yield from sentences(where, part)
 
 
 KINDS: dict[str, Callable[[], Iterator[Sentence]]] = {
@@ -106,7 +110,7 @@ def literal(node: ast.expr) -> str:
 
 def sentences(where: str, text: str) -> Iterator[Sentence]:
     words = " ".join(text.replace("\b", " ").split())
-    for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z`\[])", words):
+    for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\[]|vLLM|transformers|torch|compressed-tensors)", words):
         if len(sentence.split()) >= LEAST_WORDS:
             yield where, sentence
 

@@ -121,7 +121,7 @@ def attend_plain(
 
 def programs_of_splits(max_splits: int, heads_of_contexts: int) -> int:
     """Return the number of programs that share the splits of one head of a context: a power of two, so that
-    all programs get as many.
+    all programs get equally many splits.
 
     With six programs for 64 splits, only a third of a GPU's last round of programs had work.
     """

@@ -1,4 +1,4 @@
-"""Packs codes of four or two bits in int16 words, laid so that a kernel needs one mask for two codes.
+"""Packs codes of four or two bits in int16 words, arranged so that one mask extracts two codes.
 
     words  int16 [..., W]       field f of a word is its bits f * b .. f * b + b, for b bits a code
     codes  [..., F, W]          F = 16 / b fields: word w holds code [f, w] in its field f
@@ -36,8 +36,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 @constexpr_function
 def _masking(field: int, bits: int) -> str:
-    """Return one mask for two words; the upper byte of each is shifted down first, as a mantissa has ten
-    bits.
+    """Return a mask for two words. The upper byte of each word is shifted down before masking, because a
+    mantissa has only ten bits.
     """
     byte, in_byte = divmod(field * bits, 8)
     mask = (((1 << bits) - 1) << in_byte) * 0x10001
@@ -46,7 +46,7 @@ def _masking(field: int, bits: int) -> str:
 
 @constexpr_function
 def field_weight(field: int, bits: int) -> int:
-    """Return the factor, a power of two, by which a code not in its byte's lowest field counts more."""
+    """Return the power of two by which a code is too large if it is not in the lowest field of its byte."""
     return 1 << field * bits % 8
 
 

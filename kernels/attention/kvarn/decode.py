@@ -54,8 +54,8 @@ STAGES = 2
 
 @triton.jit
 def _coded_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Return the pages in a coded split, and the number of splits: one page up to four pages, two up to
-    eight, SPLIT tokens beyond.
+    """Return the number of pages in a coded split, and the number of coded splits. A split has one page if
+    there are up to four pages, two if there are up to eight, and SPLIT tokens beyond.
     """
     pages = tl.maximum((length - 1) // GROUP_SIZE - 1, 0)
     pages_at_once = tl.where(pages <= 4, 1, tl.where(pages <= 8, 2, max(1, SPLIT // GROUP_SIZE)))
@@ -80,8 +80,9 @@ def plain_splits(group_size: int) -> int:
 class Form(NamedTuple):
     """Compile-time parameters of `_attend_splits`.
 
-    group: query heads of a kv head, as a power of two, 4 at least; split: tokens of a long context's coded
-    split; piece, plain_block: tokens of a plain split, and of those at a time
+    group:              query heads of a kv head, as a power of two, 4 at least
+    split:              tokens of a long context's coded split
+    piece, plain_block: tokens of a plain split, and how many of them are read at a time
     """
 
     heads: int
@@ -160,7 +161,9 @@ def _attend_splits(
     block_table_ptr, lengths_ptr, rows_ptr, partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial softmax sums of every `num_programs(0)`-th split; of an only split, the result."""
+    """Compute partial softmax sums of every `num_programs(0)`-th split. If there is only one split, write the
+    result.
+    """
     PRECISION: tl.constexpr = FORM.precision
     if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()

@@ -3,8 +3,8 @@
 The reference is `quantize_reference` in `reference.py`. A page is due as soon as it has its last token. A
 decoding request's next step first writes that page, in all layers at once (`flush_decoded`): the host reads
 nothing, and a launch ends at once if no page is due. Prefill writes the pages that it fills within the step,
-because later tokens of the prompt read them (`flush_prompts`). Both functions rotate the same rows with the
-same products, so a page holds the same codes either way.
+because later tokens of the prompt read them (`flush_prompts`). `flush_decoded` and `flush_prompts` rotate the
+same rows with the same products, so a page holds the same codes whichever function wrote it.
 
 There are two writers. GPUs of compute capability 8.0 and more (A100, RTX 30 and newer) run the Gluon kernels
 of `flush_pages.py`. Older GPUs (V100, T4, RTX 20) and Triton's interpreter run the Triton kernels below.
@@ -53,10 +53,12 @@ def _halves(x):
 
 @triton.jit
 def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
-    """Sum over the rows of x * unit with columns times weight / unit, as products on the matrix units.
+    """Return the variance of each row of x * unit, its columns multiplied by weight / unit; computed by
+    products on the matrix units.
 
-    x fp16 [N, COUNT] and its squares in halves, weight fp32 [COUNT]. With the upper halves alone, a sum over
-    squares is off by a relative error of 1e-5, and one of 10,000 codes differs by one.
+    x is fp16 [N, COUNT], its squares are given as two halves, and weight is fp32 [COUNT]. With the upper
+    halves alone, a sum over squares is off by a relative error of 1e-5, and one of 10,000 codes differs by
+    one.
     """
     weight = tl.minimum(weight, LARGEST_WEIGHT)
     high, low = _halves(weight)
@@ -76,7 +78,8 @@ def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
 
 @triton.jit
 def _evened(inverse, variance):
-    """Return inverse scales a turn further, and inverse deviations, of vectors that vary so unscaled.
+    """Return the inverse scales after one more turn, and the inverse deviations. `variance` is the variance
+    of the unscaled vectors.
 
     Deviations are bounded to 1e-3 .. 1e3, scales to e^-0.3 .. e^10.
     """
@@ -95,7 +98,8 @@ def _spread(inverse_std):
 def _normalize(
     tile, KEYS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, ITERATIONS: tl.constexpr
 ):
-    """Return inverse scales [G] of tokens, [D] of channels; columns, keys' tokens, go first in each turn.
+    """Return inverse scales of tokens [G] and of channels [D]. Each turn scales the tile's columns first; in
+    a tile of keys, these are tokens.
 
     A vector's own scale multiplies its deviation, and the other side's scales are weights in sums over the
     tile and over its squares, which never change: each turn is two products of both with a few columns. The
@@ -200,7 +204,7 @@ def _write_tile(
     VALUE_BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Load keys (side 0) or values, not rotated."""
+    """Load, normalize and write one tile: keys if the side is 0, else values; not yet rotated."""
     tile = rotate(rows.to(tl.float32), GROUP_SIZE, DIM, LOG_DIM).to(tl.float16)
     if side == 0:
         _write_keys(tile, at, words_k_ptr, channels_ptr, tokens_ptr, GROUP_SIZE, DIM, ITERATIONS)

@@ -36,7 +36,7 @@ def _write(
     x, at, side, words_k_ptr, words_v_ptr, channels_ptr, tokens_ptr, scratch,
     VALUE_BITS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Load keys (side 0) or values, not rotated."""
+    """Load and write one tile: keys if the side is 0, else values; not yet rotated."""
     x = rotate_rows(x)
     if side == 0:
         write_tile(x, at, words_k_ptr, channels_ptr, tokens_ptr, scratch, True, 4, MMA)

@@ -17,8 +17,8 @@ from ...triton_imports import gl, gluon, mma_v2
 
 @gluon.constexpr_function
 def rows_layout(group_size: int, dim: int, warps: int):
-    """The layout of [G, D]: a warp has 16 whole rows, or those of another warp; a thread has 8 of 32
-    channels.
+    """Return the layout of [G, D]: a warp holds 16 whole rows (the same rows as another warp, if there are
+    more warps than rows), and a thread holds 8 of every 32 channels.
     """
     registers = [[0, 1], [0, 2], [0, 4]]
     registers += [[0, channel] for channel in _powers(32, dim)]
@@ -45,7 +45,7 @@ def _accumulator(group_size: int, warps: int):
 
 @gluon.jit
 def _signs(DTYPE: gl.constexpr, MMA: gl.constexpr):
-    """Return [16, 16] of +-1: H of sixteen but for its scale."""
+    """Return the Hadamard matrix [16, 16] without its scale: numbers 1 and -1."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     k = gl.arange(0, 16, gl.SliceLayout(1, OPERAND))[:, None]
     both = k & gl.arange(0, 16, gl.SliceLayout(0, OPERAND))[None, :]

@@ -60,7 +60,8 @@ def _square(x):
 
 @gluon.jit
 def _variance(tile, weights_smem, weight, unit, MMA: gl.constexpr):
-    """Sum over rows of tile * unit with columns times weight / unit, fp32 [N]; weight fp32 [COUNT].
+    """Return the variance of each row of tile * unit, fp32 [N], its columns multiplied by weight / unit;
+    weight is fp32 [COUNT].
 
     Sums over the tile and over its squares are products with four columns: halves of weights and of squares.
     """
@@ -94,7 +95,9 @@ def _variance(tile, weights_smem, weight, unit, MMA: gl.constexpr):
 
 @gluon.jit
 def _evened(inverse, variance):
-    """Return inverse scales a turn further, of vectors that vary so unscaled; bounds are as in `flush.py`."""
+    """Return the inverse scales after one more turn, with the bounds of `flush.py`; the variance is that of
+    the unscaled vectors.
+    """
     inverse *= gl.minimum(gl.maximum(gl.rsqrt(variance * inverse * inverse), 1e-3), 1e3)
     return gl.minimum(gl.maximum(inverse, 4.5399929762484854e-05), 1.3498588075760032)
 
@@ -114,7 +117,8 @@ def _imbalance(row_std, column_std, SAME: gl.constexpr):
 def normalize(rows, columns, row_weights, column_weights, unit, MMA: gl.constexpr):
     """Return inverse scales of rows [R] and of columns [C], fp32.
 
-    rows fp16 [R, C] in shared memory, columns the same transposed; *_weights fp16 [R or C, 8], there too.
+    `rows` is fp16 [R, C] in shared memory, `columns` is the same transposed, and the `_weights` are fp16 [R
+    or C, 8] in shared memory.
     """
     R: gl.constexpr = rows.shape[0]
     C: gl.constexpr = rows.shape[1]
@@ -159,7 +163,9 @@ def _load(tile, START: gl.constexpr, COUNT: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _row_ends(rows, by_column, MMA: gl.constexpr):
-    """Return each row's largest and least of rows [R, C] times by_column, fp32 [C] in shared memory."""
+    """Return the largest and the least number of each row of rows [R, C] times by_column, which is fp32 [C]
+    in shared memory.
+    """
     C: gl.constexpr = rows.shape[1]
     largest = gl.full([rows.shape[0], DEPTH], -float("inf"), gl.float32, MMA)
     least = gl.full([rows.shape[0], DEPTH], float("inf"), gl.float32, MMA)
@@ -204,7 +210,7 @@ def write_tile(
 ):  # fmt: skip
     """Write x fp16 [G, D] as tile number `at`; the layout is KVarNTile's.
 
-    scratch, shared memory: fp16 [G, D], [G, 8] and [D, 8]; fp32 [max(G, D)] twice
+    scratch: shared memory for fp16 [G, D], [G, 8] and [D, 8], and twice for fp32 [max(G, D)]
     """
     tile, token_weights, channel_weights, by_column, less_by_column = scratch
     G: gl.constexpr = tile.shape[0]

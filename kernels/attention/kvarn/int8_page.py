@@ -10,7 +10,8 @@ products are needed, and the softmax covers only the group's own heads.
     codes highest in a byte   (byte & mask) ^ 0x80 = (code - half of their range) * 2^shift, as a signed byte
 
 The zero points add what centering leaves out: half of the range times the sum of queries or probabilities.
-Key codes lowest in their byte are centered by a product with -8, so that they and k_zero do not cancel.
+Key codes in the lowest bits of a byte are centered by a product with -8, so that no large terms of codes and
+k_zero cancel.
 """
 
 from ...triton_imports import constexpr_function, tl, triton
@@ -49,7 +50,9 @@ def _is_highest(field: int, bits: int) -> bool:
 
 @constexpr_function
 def _mask_asm(field: int, bits: int) -> str:
-    """Return PTX from a register t to the result."""
+    """Return PTX that masks the register t, shifted if the field needs it, and leaves the codes in the
+    result.
+    """
     mask = ((1 << bits) - 1 << _shift(field, bits)) * 0x01010101
     if _is_highest(field, bits):
         return f"lop3.b32 $0, t, {mask}, 0x80808080, 0x6A;"  # (t & mask) ^ 0x80 of each byte
@@ -70,7 +73,7 @@ def _of_words_asm(field: int, bits: int) -> str:
 
 @triton.jit
 def _masked(x, FIELD: tl.constexpr, BITS: tl.constexpr):
-    """Return int8 of a byte in the low bits of x."""
+    """Return the lowest byte of x as int8."""
     codes = x & (((1 << BITS) - 1) << _shift(FIELD, BITS))
     if _is_highest(FIELD, BITS):
         codes = codes ^ 0x80
@@ -79,7 +82,9 @@ def _masked(x, FIELD: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _nibbles(x, FIELD: tl.constexpr, ASM: tl.constexpr):
-    """Return int8 of bytes: 0, the low codes; 1, the high ones less 8, times 16."""
+    """Return the codes of bytes as int8: for half 0 the low codes, for half 1 the high codes less 8, times
+    16.
+    """
     if ASM:
         asm: tl.constexpr = _nibbles_asm(FIELD)
         return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
@@ -88,7 +93,9 @@ def _nibbles(x, FIELD: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _codes(words, FIELD: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Return int8 of int16 words: field FIELD's codes times 2^_shift, a byte's highest codes centered."""
+    """Return the codes in field FIELD of int16 words as int8, times 2^_shift; the highest codes of a byte are
+    centered.
+    """
     if ASM:
         asm: tl.constexpr = _of_words_asm(FIELD, BITS)
         return tl.inline_asm_elementwise(asm, "=r,r,r", [words], dtype=tl.int8, is_pure=True, pack=4)
@@ -97,7 +104,9 @@ def _codes(words, FIELD: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _slices(ptr, DIM: tl.constexpr):
-    """fp16 [D] as its four slices. Only views follow a load, so the compiler moves it to its first use."""
+    """Load fp16 [D] as its four slices. Only views follow the load, so the compiler moves the load to its
+    first use.
+    """
     x = tl.permute(tl.reshape(tl.load(ptr + tl.arange(0, DIM)), [4, DIM // 4]), [1, 0])
     even, odd = tl.split(tl.reshape(x, [DIM // 4, 2, 2]))
     x0, x2 = tl.split(even)
@@ -121,7 +130,7 @@ def _centered_product(q, zero, scale):
 
 @triton.jit
 def _unit(largest):
-    """Return, in fp32, the largest power of two up to `largest`, which is UNITS units, and UNITS over it."""
+    """Return two fp32 numbers: the largest power of two up to `largest`, and UNITS divided by it."""
     power = largest.to(tl.float32) + LEAST
     bits = power.to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True) * UNITS
@@ -148,7 +157,9 @@ def _query_bytes(x, ASM: tl.constexpr):
 
 @triton.jit
 def _probability_bytes(x, ASM: tl.constexpr):
-    """Split fp32 [N, H] in units into int8 [N, 2H] likewise; tokens in the order of `_token_order`."""
+    """Split fp32 [N, H] in units into int8 [N, 2H], as `_query_bytes` does; tokens are in the order of
+    `_token_order`.
+    """
     bits = (x + (TO_INTEGER + ROUND)).to(tl.int32, bitcast=True)
     if ASM:
         high, low = tl.inline_asm_elementwise(
@@ -165,7 +176,9 @@ def _probability_bytes(x, ASM: tl.constexpr):
 
 @triton.jit
 def _token_order(COUNT: tl.constexpr):
-    """Return int32 [COUNT]: a product's rows, of four tokens whose scores one thread has, eight apart."""
+    """Return int32 [COUNT]: the order of a product's rows in which the four tokens whose scores one thread
+    has are eight apart.
+    """
     at = tl.arange(0, COUNT)
     if COUNT >= 32:
         at = at // 32 * 32 + at % 4 * 8 + at % 32 // 4
@@ -174,7 +187,9 @@ def _token_order(COUNT: tl.constexpr):
 
 @triton.jit
 def _wholes(sums):
-    """Join int32 [N, 2H] over high and low bytes to fp32 [N, H]; of 256 channels or tokens below 2^31."""
+    """Join int32 [N, 2H], sums over high and over low bytes, to fp32 [N, H]. Sums over 256 channels or tokens
+    stay below 2^31.
+    """
     high, low = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
     return (high * 256 + low).to(tl.float32)
 
@@ -219,8 +234,9 @@ def attend_page_int8(
 ):  # fmt: skip
     """Attend to tile number `tile`, int64, which all heads [H] see.
 
-    q: four slices, fp16 [D/4, 2H], each head in two columns; acc: fp32 [D/4, H]. Matrix units add up 32 bytes
-    at least, so pages have 64 tokens or more, and heads 64 channels.
+    q:   four slices, fp16 [D/4, 2H], each head in two columns
+    acc: fp32 [D/4, H]. Matrix units add up 32 bytes at least, so pages have 64 tokens or more, and heads 64
+         channels.
     """
     q0, q1, q2, q3 = q
     acc0, acc1, acc2, acc3 = acc

@@ -1,13 +1,13 @@
 """Attention of many queries over one KVarN page; packed codes are multiplied directly; Triton.
 
-A tile's layout and arithmetic are those in `reference.py`:
+The file `reference.py` describes a tile's layout and arithmetic:
 
     score[t] = k_token[t] * (sum_d (q[d] * k_scale[d]) * k_code[d, t] + sum_d q[d] * k_zero[d])
     out[d]   = v_channel[d] * (sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t])
 
-q is multiplied by the channels' scales and p by the tokens', once a page for all query heads of a group.
-Each pair of codes then costs one mask (`../coded/words.py`). Codes count 2^-24, so sums are scaled back.
-Decoding, which has few queries, uses `int8_page.py`.
+For each page, q is multiplied once by the channels' scales and p once by the tokens' scales, for all query
+heads of a group. Each pair of codes then costs one mask (`../coded/words.py`). A code has the value of code *
+2^-24, so sums are scaled back at the end. Decoding, which has few queries, uses `int8_page.py`.
 """
 
 from ...triton_imports import tl, triton

@@ -40,7 +40,7 @@ def _older_or_new(
     held_ptr, new_ptr, row, token, side, first, new_stride, chunk_start, kv_head, is_token,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Load four slices of keys or values of the tokens [N] of a context, as they came."""
+    """Load four slices of the unquantized keys or values of the tokens [N] of a context."""
     is_new = token >= chunk_start
     older = held_at(row, token, side, kv_head, KV_HEADS, DIM, GROUP_SIZE)
     new = (first + token - chunk_start).to(tl.int64) * new_stride + kv_head * DIM

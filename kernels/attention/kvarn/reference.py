@@ -44,8 +44,8 @@ def normalize_reference(tile: Tensor) -> tuple[Tensor, Tensor]:
     """Find scales [..., R] and [..., C] that make tiles [..., R, C], divided by them, most even; all fp32.
 
     A tile is even if the ratio of the largest to the least standard deviation, of columns plus of rows, is
-    small. Columns and rows are scaled in turn; the best of the iterates counts, the tile as it came among
-    them.
+    small. Columns and rows are scaled in turn. The most even of all iterates is returned, and the tile as it
+    came counts as an iterate.
     """
     squares = tile.square()
     rows, columns = torch.zeros_like(tile[..., 0]), torch.zeros_like(tile[..., 0, :])
@@ -66,7 +66,7 @@ def normalize_reference(tile: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _evened(logs: Tensor, std: Tensor) -> Tensor:
-    """Advance the logs of scales by a turn; std: of the vectors without them."""
+    """Advance the logarithms of scales by one turn; std: the deviations of the unscaled vectors."""
     scaled = (std * (-logs).exp()).clamp_(LEAST_STD, LARGEST_STD)
     return (logs + scaled.log_()).clamp_(LEAST_LOG, LARGEST_LOG)
 

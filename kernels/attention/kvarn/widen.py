@@ -1,7 +1,7 @@
 """Converts KVarN pages back to 16 bits, for a step that reads each of them many times; Triton.
 
-A large prefill step would decode each page once for every tile of queries. These kernels decode each page
-once, into plain pages for `choose_prefill.py`.
+A large prefill step would decode each page once for every tile of queries. The kernels of this file decode
+each page once, into plain pages for `choose_prefill.py`.
 
     spans         int32 [n, 6]      one plain page each: stored page or -1, row of `held`, first position in
                                     the context; the chunk's first position, where it ends, its first token
@@ -9,10 +9,10 @@ once, into plain pages for `choose_prefill.py`.
     key, value    [T, H_kv, D]      the step's, as in `held.py`
     keys, values  [n, H_kv, G, D]   of the same dtype
 
-A stored page is decoded and rotated back on the matrix units. H of D is H of four (x) H of D/4, so the four
-slices of channels are each multiplied by H of D/4, then added and subtracted. A page that is not stored yet
-is made of the tokens that its request holds, then of the chunk's, then of zeros. A page's
-keys and values are 4 * H_kv * G * D bytes.
+A stored page is decoded and rotated back on the matrix units. The Hadamard matrix of D is the Kronecker
+product of those of 4 and of D/4, so each of the four slices of channels is multiplied by the matrix of D/4,
+and then the slices are added and subtracted. A page that is not stored yet is made of the tokens that its
+request holds, then of the chunk's, then of zeros. A page's keys and values are 4 * H_kv * G * D bytes.
 """
 
 import torch
@@ -32,7 +32,7 @@ def _as_they_are(
     span, new_ptr, new_stride, held_ptr, out_ptr, token, head, side,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Load tokens [N] of a page that is not yet coded."""
+    """Load the tokens [N] of a page that is still unquantized."""
     channel = tl.arange(0, DIM)[None, :]
     row = tl.load(span + 1).to(tl.int64)
     position = tl.load(span + 2) + token

@@ -24,8 +24,8 @@ E2M1 = tl.constexpr(2.0**14)
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
-    """Return PTX for two words. If two shifts are needed, one product makes both; its other bits never carry
-    into the result.
+    """Return PTX for two words. If two shifts are needed, one multiplication makes both; the other bits of
+    the product never carry into the result.
     """
     sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
     if sign == magnitude:
@@ -60,7 +60,9 @@ def e2m1(words, FIELD: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def first_channels(DIM: tl.constexpr, NVFP4: tl.constexpr):
-    """Return int32 [D/4]: a word's first code's channel; the others are D/16 (NVFP4) or D/4 (int4) apart."""
+    """Return int32 [D/4]: the channel of each word's first code. The channels of a word's other codes follow
+    D/16 (NVFP4) or D/4 (int4) apart.
+    """
     word = tl.arange(0, DIM // 4)
     if NVFP4:
         word = word % 8 // 2 * (DIM // 4) + word // 16 * 4 + word % 16 // 8 * 2 + word % 2
@@ -80,7 +82,7 @@ def _scales_of(scales_ptr, slot, keep):
 def _quarters(scales_ptr, slot, keep, DIM: tl.constexpr):
     """Load the D/64 scales of each word's quarter of the head, for tokens [N], as one integer.
 
-    Nothing but views follows the load, so Triton brings it to the threads as they multiply, at once.
+    Only views follow the load, so Triton loads each number directly into the thread that multiplies by it.
     """
     at = slot[:, None] * 4 + tl.arange(0, 4)[None, :]
     scales = tl.load(scales_ptr + at, mask=keep[:, None], other=0)
@@ -135,7 +137,7 @@ def attend_block(
     """Attend to the tokens that lie in `slot`, int64 [N], where `keep` is true; `visible` [N, 1 or M].
 
     q, acc: their four slices, fp16 and fp32 [D/4, M]; `finished` computes results from acc. zeros: fp32 [M],
-    added by zero points to every channel
+            the sum that zero points add to every channel
     """
     q0, q1, q2, q3 = q
     acc0, acc1, acc2, acc3 = acc

@@ -26,10 +26,11 @@ REGISTERS = 128
 
 
 class Form(NamedTuple):
-    """Compile-time parameters of `_attend_splits`; block: tokens per block; merged: a single split is merged
-    too.
+    """Compile-time parameters of `_attend_splits`; block: tokens per block; merged: whether a single split is
+    merged too.
 
-    group: query heads of a kv head, as a power of two, 8 at least; split: tokens of a long context's split
+    group: query heads of a kv head, as a power of two, 8 at least
+    split: tokens of a long context's split
     """
 
     heads: int
@@ -53,7 +54,9 @@ def _attend_splits(
     block_table_ptr, lengths_ptr, partial_ptr, lse_ptr, out_ptr,
     scale_log2, softcap, window, table_stride, max_splits, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial softmax sums of every `num_programs(0)`-th split; of an only unmerged one, a result."""
+    """Compute partial softmax sums of every `num_programs(0)`-th split. If there is only one split and it is
+    not merged, write the result.
+    """
     GROUP: tl.constexpr = FORM.group
     if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()

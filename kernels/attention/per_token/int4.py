@@ -26,7 +26,9 @@ class Int4Tokens:
 
 
 def quantize_reference(x: Tensor) -> Int4Tokens:
-    """Code x [..., D] of any float dtype; codes are those nearest under the scale and zero as stored."""
+    """Code x [..., D] of any float dtype; each code is the nearest one under the scale and the zero as they
+    are stored.
+    """
     x = x.float()
     zero, largest = x.amin(-1), x.amax(-1)
     scales = torch.stack([((largest - zero) / LARGEST_CODE).clamp(min=LEAST_SCALE), zero], -1).half()

@@ -11,8 +11,8 @@ words  int16 [..., D/4]     code j of word i is channel c * D/4 + j * D/16 + 4s 
 
 A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of every sixteen: a quarter of the
 head. So the scales of a token that the thread needs are adjacent, and each belongs to whole fields of the
-thread's words. A code's sign and magnitude are placed so that few shifts and masks move those of two words to
-fp16's places.
+thread's words. The signs and magnitudes of codes are placed so that few shifts and masks move the codes of
+two words to the places that they have in fp16.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales in E4M3, the nearest codes, ties to the even one, and each group's squared error.
+    """Return scales in E4M3, the nearest codes (ties to the even code), and each group's squared error.
 
     Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6.
     """

@@ -65,7 +65,9 @@ def _store_words(codes, slot, mask, words_ptr, ROWS: tl.constexpr, DIM: tl.const
 
 @triton.jit
 def _rounded(groups, largest, TO: tl.constexpr):
-    """Return fp32 E4M3 scales under which each group of 16's largest is TO; codes; squared errors."""
+    """Return E4M3 scales in fp32 that make the largest number of each group of 16 equal to TO; the codes; and
+    the squared errors.
+    """
     scale = tl.minimum(largest / TO, 448.0).to(tl.float8e4nv).to(tl.float32)
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     # Steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
@@ -79,7 +81,7 @@ def _rounded(groups, largest, TO: tl.constexpr):
 
 @constexpr_function
 def _nibbles(top: int, shifts: tuple[int, ...]) -> int:
-    """Return the places, below bit `top`, of what shifts bring to a word's four codes; four bits each."""
+    """Return where, below bit `top`, shifts bring a word's four codes, which have four bits each."""
     return sum((top - shift) << 4 * field for field, shift in enumerate(shifts))
 
 

@@ -102,7 +102,7 @@ def _within_pages(chunk: RequestTokens, size: int) -> Iterator[np.ndarray]:
 
 
 def _groups(chunk: RequestTokens, size: int, query: Tensor) -> Iterator[TokenGroup]:
-    """Return the tokens of each page as a group. The first two pages are one group: their tokens see no
+    """Yield the tokens of each page as a group. The first two pages are one group: their tokens see no
     quantized tokens.
     """
     start, end = chunk.start, chunk.start + chunk.count

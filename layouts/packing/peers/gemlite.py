@@ -1,7 +1,8 @@
 """gemlite's Triton kernels for INT4 on CUDA, if the package is installed.
 
-Written for gemlite 0.6.0: its linear module packs, its functional call multiplies. gemlite autotunes for a
-bucket of M when an M of that bucket first occurs, so every bucket must be warmed up before serving.
+The code is written for gemlite 0.6.0, whose linear module packs a weight and whose function multiplies.
+gemlite autotunes for a bucket of M when an M of that bucket first occurs, so every bucket must be warmed up
+before serving.
 """
 
 import torch

@@ -58,8 +58,8 @@ class Humming:
 
 
 def _tensors_of(weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors by humming's names. A word holds eight codes, the lowest k lowest: these are our
-    bytes, as int32.
+    """Return the tensors by humming's names. A word holds eight codes, with the first k in the lowest bits:
+    these are our own bytes, read as int32.
     """
     if isinstance(weight, NVFP4Weight):
         return {
@@ -77,7 +77,9 @@ def _tensors_of(weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _packed_zeros(weight: Int4Weight) -> Tensor:
-    """Return int32 [N/8, K/g]: the zeros of eight rows a word, the first row's in the lowest nibble."""
+    """Return int32 [N/8, K/g]: a word holds the zeros of eight rows, with the first row's in the lowest
+    nibble.
+    """
     return pack_nibbles(weight.zero_point.t().contiguous()).view(torch.int32).t().contiguous()
 
 

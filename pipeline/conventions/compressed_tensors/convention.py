@@ -1,7 +1,7 @@
 """compressed-tensors: config groups that name modules by pattern, each group in its own scheme.
 
-This file has the part that all schemes share: which module belongs to which group. Of activations, a scheme
-reads only the settings that it supports.
+This file has the part that all schemes share: which module belongs to which group. A scheme reads only those
+settings of activations that it supports.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

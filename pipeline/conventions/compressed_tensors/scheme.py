@@ -68,7 +68,7 @@ class Scheme(Protocol):
 
 @runtime_checkable
 class WritableScheme(Scheme, Protocol):
-    """A scheme that a weight can be written in; it is registered beside the others."""
+    """A scheme in which weights can be written as well as read; all schemes are in one registry."""
 
     def refuses(self, spec: WeightFormat) -> str | None:
         """Return None if the scheme can store weights of `spec`, otherwise the reason in a few words."""

@@ -1,6 +1,6 @@
 """Checks compressed-tensors' quantization section field by field, as the library itself does.
 
-If the library is installed, its own models parse the section. Our checks cover the differences between the
+If the library is installed, its own models parse the section. Our own checks find the differences between
 readers: a field that one reader skips and another refuses, and sections that contradict the tensors. Reading
 a checkpoint is left to `convention.py`, which takes what can be understood.
 """
@@ -79,8 +79,8 @@ class _Section(_Strict):
 
 
 def misreadings(section: Mapping[str, Any], tensors: Sequence[str]) -> Iterator[str]:
-    """Return fields that readers refuse or interpret differently, each with its value: `quantization_status:
-    'frozen', …`.
+    """Yield the fields that readers refuse or interpret differently, each with its value:
+    `quantization_status: 'frozen', …`.
 
     tensors: names of all tensors of the checkpoint
     """

@@ -100,7 +100,7 @@ class _Push:
         progress: bool,
         seen: Repository | None = None,
     ):
-        """seen: the assumed state of the target, instead of asking the Hub"""
+        """seen: the state that the target is assumed to have, so that the Hub is not asked"""
         self.files, self.target, self.artifact_folder, self.progress = (
             files,
             target,

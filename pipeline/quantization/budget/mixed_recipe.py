@@ -65,7 +65,8 @@ def mixed_recipe(
     """Return the job's recipe with the formats that buy most within `budget`.
 
     Modules that a rule of the recipe names keep the rule's format, and so do modules that are merged with
-    them. source: the identity of the checkpoint's bytes folder: the artifact's, which this job has locked
+    them. source: the identity of the checkpoint's bytes
+    folder: the artifact's folder, which this job has locked
     """
     recipe, tasks = job.recipe, job.tasks
     key = _key(source, recipe, text, job.export)

@@ -159,7 +159,8 @@ class _Variant:
 class _Measurement:
     """The pass over the decoder in which all variants advance together, one layer at a time.
 
-    leaders: as `merged_under` finds them; grouped: the modules of each group
+    leaders: as `merged_under` finds them
+    grouped: the modules of each group
     """
 
     stream: LayerStream

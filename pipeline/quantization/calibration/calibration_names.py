@@ -1,7 +1,7 @@
 """The names under which commands, recipes and manifests speak of a calibration text.
 
-These names are separate from the code that reads such a text, which takes seconds to import: cards and
-previews need only the names.
+The names have a file of their own because the code that reads a calibration text takes seconds to import, and
+cards and previews need only the names.
 """
 
 from ...records.recipe import SELF

@@ -31,7 +31,7 @@ STACKED = ("cuda",)
 
 @dataclass(frozen=True)
 class LayerSolver:
-    """Rounds the weights of the layer `name`, which are not in the model meanwhile."""
+    """Rounds the weights of the layer `name`; while it does, the model does not hold them."""
 
     stream: LayerStream
     name: str
@@ -43,7 +43,9 @@ class LayerSolver:
     """The curvatures, each made once for all weights with the same inputs; the key identifies the inputs."""
 
     def equalize(self, inputs: LayerInputs) -> tuple[dict[str, EqualizedNorm], dict[str, Tensor]]:
-        """Norms that absorbed scales, and the scales, fp32 [K], by the module whose columns have them."""
+        """Return the norms that absorbed scales, and the scales, fp32 [K], by the module whose columns are
+        scaled.
+        """
         equalized: dict[str, EqualizedNorm] = {}
         scales: dict[str, Tensor] = {}
         for norm, slots in inputs.read_norms.items():
@@ -197,7 +199,7 @@ class LayerSolver:
 
 @dataclass(frozen=True)
 class Problem:
-    """Return the target for rounding one weight [N, K].
+    """The problem of rounding one weight [N, K].
 
     values:  fp32, the weight, multiplied by the scales of its columns
     target:  fp32, the weight whose outputs are to be matched on the inputs in serving
@@ -211,7 +213,9 @@ class Problem:
     curvature: Curvature
 
     def judged(self, weight: Weight, earlier: CalibratedWeight) -> CalibratedWeight:
-        """Return `weight` on the CPU, judged like the weight that was found `earlier`, which it replaces."""
+        """Return `weight` on the CPU with its error, measured like that of the `earlier` weight, which it
+        replaces.
+        """
         here = QuantizedWeight(weight.to(self.values.device), 0.0, earlier.quantized.squared_norm)
         return CalibratedWeight.of(self.values, self.target, [here], self.curvature, earlier.before)
 

@@ -49,8 +49,8 @@ def can_draw(checkpoint: Checkpoint, device: torch.device) -> bool:
 
 
 def beside(text: Tensor, own: Tensor) -> Tensor:
-    """Put sequences of `text` and `own` in turn, int64 [2 S, T]; `text` is thinned out evenly to the number
-    of sequences in `own`.
+    """Return sequences of `text` and `own` alternately, int64 [2 S, T]; `text` is thinned out evenly to the
+    number of sequences in `own`.
     """
     places = torch.linspace(0, len(text) - 1, len(own)).round().long()
     return torch.stack([text[places], own], 1).flatten(0, 1)

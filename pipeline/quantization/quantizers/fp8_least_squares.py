@@ -3,7 +3,7 @@
 E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. One
 octave of scales, down from the scale that makes the row's largest weight 448, therefore covers all grids. The
 search tries this octave in even steps; then the best grid's codes are scaled once more to fit the row. On
-weights of the bundled checkpoint this takes 8% off the error of the scale of the largest weight.
+weights of the bundled checkpoint, the error is 8% smaller than with the scale of the largest weight.
 
 Rows are the last dimension and their weights the first ([K, rows]); sums fold halves. Only single IEEE
 operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.

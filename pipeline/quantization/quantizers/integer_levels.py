@@ -1,4 +1,4 @@
-"""Integer codes as the levels of `learned_rounding.py`: a level is a code, 0..top."""
+"""Integer codes as levels for `learned_rounding.py`: each code from 0 to `top` is a level."""
 
 from collections.abc import Callable
 

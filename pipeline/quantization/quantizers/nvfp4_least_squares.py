@@ -109,7 +109,8 @@ def _nearest_e2m1(x: Tensor, reciprocal: Tensor, scratch: tuple[Tensor, Tensor] 
     """Return magnitudes of the nearest codes of magnitudes x [16, groups], ties to the even code, in fp32.
 
     Codes are 0.5 apart below 2, 1 apart from 2 to 4, then 2 apart: half of the largest power of two that is
-    not above y (1 for small y). Adding that power times 2^22 leaves no room for anything finer.
+    not above y (1 for small y). Adding and subtracting that power times 2^22 rounds to this spacing, since
+    fp32 then has no bits for anything finer.
     """
     y, power = (torch.empty_like(x), torch.empty_like(x)) if scratch is None else scratch
     torch.mul(x, reciprocal, out=y).clamp_(max=E2M1_MAX)

@@ -1,4 +1,4 @@
-"""NVFP4's grid for `second_order.py`: E2M1 codes under an E4M3 scale and a global one that is given."""
+"""NVFP4's grid for `second_order.py`: E2M1 codes under an E4M3 scale and a given global scale."""
 
 import torch
 from torch import Tensor

@@ -76,7 +76,9 @@ class CorrectingQuantizer(Quantizer, Protocol):
     """A quantizer that can minimize the error of a layer's outputs instead of its weights'."""
 
     def columns_together(self, spec: WeightFormat) -> int:
-        """Return the number of consecutive columns that are solved together: those of one group."""
+        """Return the number of consecutive columns that are solved together, which is the number of columns
+        in a group.
+        """
         ...
 
     def correct(

@@ -1,4 +1,5 @@
-"""Starts a quantize job as one process a device, as torchrun would, and ends all when one has failed.
+"""Starts a quantize job with one process per device, as torchrun would, and ends all processes when one has
+failed.
 
 The processes find one another through torchrun's environment (`ranks.py`); this process holds their store, so
 none of them outlives it. Several machines need torchrun itself.
@@ -93,7 +94,7 @@ def _first_failure(processes: dict[str, subprocess.Popen[bytes]]) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all processes. Processes that know of a failure end by themselves; the others are stopped."""
+    """End all processes. Processes that know of a failure end by themselves, and the others are stopped."""
     deadline = time.monotonic() + GRACE_SECONDS
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:

@@ -14,10 +14,8 @@ REPORT_BYTES = 16 << 20
 def byte_bar(
     total: int, what: str, ranks: Ranks, progress: bool, done: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function to report bytes read; on leaving, wait for all processes. The first process shows the
-    bar.
-
-    done: bytes that an earlier run has finished
+    """Yield a function to report bytes read; on leaving, wait for all processes. The job's first process
+    shows the bar. done: bytes that an earlier run has finished
     """
     shown = progress and ranks.is_first
     unsaid = 0

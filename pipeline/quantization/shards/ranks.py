@@ -35,7 +35,9 @@ GO_ON = "run the same command again: finished shards are kept"
 
 
 class OtherRankFailed(click.exceptions.Exit):
-    """Another process of the job has failed and reports it: this one ends silently, with the same status."""
+    """Raised if another process of the job has failed and reports its error: this process ends silently, with
+    the same status.
+    """
 
     def __init__(self, message: str, status: int):
         super().__init__(status)

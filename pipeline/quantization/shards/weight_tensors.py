@@ -127,7 +127,7 @@ def refuse_non_finite(checkpoint: Checkpoint, name: str, values: Tensor) -> None
 
 
 def _merged(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """Joins the blocks of rows of a quantized weight."""
+    """Join the blocks of rows of a quantized weight."""
     weight = parts[0].weight if len(parts) == 1 else merge_rows([part.weight for part in parts])
     if weight is None:
         raise ValueError(f"blocks of rows in {parts[0].weight.spec.label} cannot be put together")

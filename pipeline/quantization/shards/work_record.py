@@ -87,7 +87,7 @@ class WorkRecord:
         write_json(self.parts / f"{name}{FINISHED_SUFFIX}", asdict(shard))
 
     def keep_measured(self, name: str, measured: dict[str, float]) -> None:
-        """The measurements of the weights in the shard `name`."""
+        """Keep the measurements of the weights in the shard `name`."""
         self.measured |= measured
         write_json(self.parts / f"{name}{MEASURED_SUFFIX}", measured)
 
@@ -244,7 +244,8 @@ def clear_folder(folder: Path, copied: Iterable[str]) -> None:
     for name in names:
         if parent_leads_out(folder, name):
             raise UserError(
-                f"{folder / name} lies elsewhere, through a symlink; nothing was deleted. Give another folder"
+                f"{folder / name} leads out of the folder through a symlink; nothing was deleted. "
+                "Give another folder"
             )
     # The manifest first: without it, nothing here passes for finished.
     for name in sorted(names, key=lambda name: name != MANIFEST_NAME):

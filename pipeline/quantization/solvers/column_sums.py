@@ -23,7 +23,8 @@ def solve_rows(
     device: torch.device,
     chunks: tuple[int, int] = (CPU_CHUNK, GPU_CHUNK),
 ) -> None:
-    """`solve` for blocks of the rows of a weight [n, k]; on the CPU several at a time, each on one core.
+    """Run `solve` for blocks of rows of a weight [n, k]; on the CPU, several blocks at a time, each on one
+    core.
 
     chunks: number of weights in a block, on the CPU and on a GPU
     Splitting every small operation over the cores instead waits for the slowest of them each time: on a busy

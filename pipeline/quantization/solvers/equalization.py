@@ -1,11 +1,11 @@
 """Equalization (AWQ: Lin et al. 2023, arXiv 2306.00978): large inputs get finer weights.
 
-The columns of a group share a scale, so rounding errs alike on all columns of the group, and most where
-inputs are large. Column k of the weights that read a norm's output is multiplied by s[k], and the norm's own
-weight divided by s[k]: before rounding the model computes the same. Here s is a power of the inputs' root
-mean square, and the exponent is the one under which the rounded weights' outputs suffer least. Inputs that do
-not come from a norm are left alone, and so are inputs that an unquantized module, such as a router, reads as
-well.
+The columns of a group share a scale, so rounding errors are about equal on all columns of the group, and
+matter most where inputs are large. Column k of the weights that read a norm's output is multiplied by s[k],
+and the norm's own weight divided by s[k]: before rounding the model computes the same. Here s is a power of
+the inputs' root mean square, with the exponent for which the outputs of the rounded weights have the least
+error. Inputs that do not come from a norm are left alone, and so are inputs that an unquantized module, such
+as a router, reads as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,8 @@ def scaled_norm(
     error.
 
     hessian: fp32 [K, K], the sum of x xᵀ over the norm's outputs
-    weights: the weights that read these outputs, fp32 [N, K] each; rounds: how each is rounded
+    weights: the weights that read these outputs, fp32 [N, K] each
+    rounds:  how each is rounded
     """
     size = hessian.diagonal().clamp(min=0).sqrt()
     if not size.max() > 0:

@@ -4,8 +4,8 @@ The solver takes HQQ's idea (alternate between codes and parameters, no calibrat
 numbers that engines can store: the zero is an integer and the scale is rounded to its stored dtype inside the
 search. It reads no file.
 
-For a group x of g weights, zero z and scale s, the best codes are `d = clamp(round(x/s), -z, top-z)`, and for
-those the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<d,d>`. One pass over x
+For a group x of g weights, zero z and scale s, the best codes are `d = clamp(round(x/s), -z, top-z)`, for
+which the best scale is `<x,d>/<d,d>`, which leaves the error `<x,x> - <x,d>²/<d,d>`. One pass over x
 therefore judges a candidate (s, z) with the scale already refined. The search takes every clipping ratio at
 the nearest zero and its neighbours, then alternates from the best with the scale as it will be stored.
 

@@ -4,8 +4,8 @@ GPTQ judges each weight by its own outputs. Here all weights of a layer are judg
 makes of a text, behind attention and activation functions (AdaRound: Nagel et al. 2020, arXiv 2004.10568;
 BRECQ: Li et al. 2021, arXiv 2102.05426). Each number has a position between levels, and gradients pass its
 rounding as if nothing were rounded (Bengio et al. 2013, arXiv 1308.3432), as in SignRound (Cheng et al. 2023,
-arXiv 2309.05516), but under Adam; scales have a factor each. A position begins where the unrounded weight
-lies, or as near to it as rounding still gives the solution at hand. The best state is kept, as measured on
+arXiv 2309.05516), but under Adam; scales have a factor each. A position begins at the unrounded weight, or at
+the nearest place to it that is still rounded to the current solution. The best state is kept, as measured on
 sequences that nothing is learned from, so that the result is never worse on these sequences than the state
 that the learning began with.
 """
@@ -60,7 +60,8 @@ def learn_rounding(
     aim: HiddenStates,
     steps: int,
 ) -> LearnedLayer | None:
-    """Find better weights for layer `name` than those `found`, by module; None if the text is too short.
+    """Find better weights for layer `name` than the weights `found`, by module; None if the text is too
+    short.
 
     equalized: norms that belong to those weights
     levels_of: a weight's levels, on the stream's device, and the values fp32 [N, K] that it was rounded from
@@ -191,8 +192,9 @@ class _Layer:
             parameter.grad = None
 
     def _loss(self, start: int) -> Tensor:
-        """Return the loss. Each token has the same weight, as after the next norm: a few tokens have far
-        larger outputs."""
+        """Return the loss. Each token has the same weight, as after the next norm, because a few tokens have
+        far larger outputs.
+        """
         aim = self.stream.hidden(start, self.aim).float()
         error = (self.stream.run(self.name, start).float() - aim).square().sum(-1)
         return (error / aim.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)).mean()

@@ -31,5 +31,5 @@ class Levels(Protocol):
         ...
 
     def weight(self, levels: Tensor, factors: Tensor) -> Weight:
-        """Return the weight whose `dequantize` gives those values."""
+        """Return the quantized weight whose `dequantize` gives the result of `values`."""
         ...

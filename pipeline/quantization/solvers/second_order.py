@@ -52,7 +52,7 @@ class Grid(Protocol):
         ...
 
     def __hash__(self) -> int:
-        """Return the hash. Grids that are equal do the same operations."""
+        """Return a hash of the grid; grids that are equal do the same operations."""
         ...
 
     def first(self, target: Tensor, weight: Tensor) -> Tensor:

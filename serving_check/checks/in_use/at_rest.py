@@ -62,8 +62,8 @@ def check_at_rest(figures: AtRestFigures) -> CheckResult:
 
 
 def bytes_a_request(parts: Sequence[BurstPart]) -> float | None:
-    """Return the bytes by which memory grows with every request, without the parts that grow most; None if
-    unknown.
+    """Return the bytes by which memory grows with every request, leaving out the parts of the burst in which
+    it grows most; None if unknown.
     """
     grown = _grown(parts)
     return None if grown is None else grown.memory_bytes / grown.requests

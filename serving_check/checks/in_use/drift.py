@@ -156,7 +156,7 @@ def _step(burst: Sequence[BurstPart], baseline_burst: Sequence[BurstPart]) -> tu
 
 
 def _rise(values: Sequence[float], at: int) -> float:
-    """Return the mean from `at` on divided by the mean before."""
+    """Return the mean of the values from `at` on, divided by the mean of the values before."""
     return fmean(values[at:]) - fmean(values[:at]) if 0 < at < len(values) else 0.0
 
 

@@ -97,13 +97,13 @@ def _errors_of(answers: Sequence[AnswerInUse]) -> _Errors:
 
 
 def _mean(errors: Sequence[tuple[int, float]]) -> float | None:
-    """The mean over tokens of (tokens, error)."""
+    """Return the mean error over all tokens, from pairs of a number of tokens and their mean error."""
     tokens = sum(count for count, _ in errors)
     return math.fsum(count * error for count, error in errors) / tokens if tokens else None
 
 
 def _problem(errors: _Errors) -> str | None:
-    """What is wrong with them; None if they are close enough."""
+    """Return what is wrong with the log-probabilities; None if they are close enough."""
     if math.isinf(errors.largest):
         return "not every token has one"
     # NaN is not close.

@@ -19,7 +19,8 @@ ERROR = 0.01
 def check_profile(name: str, figures: ProfileFigures | None, bounds: Bounds) -> CheckResult:
     """Fail where prompts or decoding are surely slower than the floor; inconclusive where nothing was read.
 
-    name: the profile that the user asked for; figures: None if the profile was not sent
+    name:    the profile that the user asked for
+    figures: None if the profile was not sent
     """
     floor = bounds.throughput_floor
     bound = (

@@ -1,7 +1,8 @@
 """Whether the artifact's server keeps up under a load as in use: at every M, and while prompts are read.
 
 The curve's loads are uniform. In the load as in use, requests of all lengths arrive at any time, and M takes
-every value. Slowness at some Ms shows there even if none of these Ms is on the curve.
+every value. A server that is slow at some Ms therefore shows it under the load as in use, even if none of
+these Ms is on the curve.
 """
 
 import math

@@ -52,7 +52,8 @@ def slow_groups(blocks: Sequence[BlockInUse], figure: str, allowance: float, mos
     """Return the groups whose median ratio is surely above `most`: all kinds, and the shortest of long
     prompts.
 
-    figure: `ttfts` or `tpots`; allowance: seconds, added to both sides before dividing
+    figure:    `ttfts` or `tpots`
+    allowance: seconds, added to both sides before dividing
     """
     requests = list(_requests(blocks, figure, allowance))
     found = [
@@ -93,8 +94,8 @@ def _is_longer_than(tokens: int) -> Callable[[_Request], bool]:
 
 
 def _is_slow(ratios: Sequence[float], most: float) -> bool:
-    """Say whether the lower limit of the requests' median is above `most`: an order statistic, sorted as they
-    are.
+    """Say whether the lower limit of the requests' median is above `most`: an order statistic of the ratios,
+    which are sorted already.
     """
     rank = lower_rank(len(ratios))
     return rank is not None and ratios[rank] > most

@@ -226,7 +226,9 @@ def _is_of_kind(kind: str) -> Holds:
 
 
 def _kinds_of(answers: Iterable[AnswerInUse]) -> list[str]:
-    """The kinds of these answers, chats and answers that are not streamed among them."""
+    """Return the kinds of the given answers, with chats and answers that are not streamed as kinds of their
+    own.
+    """
     found = {answer.kind for answer in answers}
     found |= {CHAT for answer in answers if answer.is_chat}
     found |= {UNSTREAMED for answer in answers if not answer.is_streamed}

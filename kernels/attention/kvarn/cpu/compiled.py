@@ -27,7 +27,7 @@ Kernel = Callable[..., None]
 
 
 class Kernels(NamedTuple):
-    """Functions that those modules describe, compiled for one dtype of keys and values."""
+    """The functions of `decode.py` and `pages.py`, compiled for one dtype of keys and values."""
 
     decode: Kernel
     code_page: Kernel
@@ -81,8 +81,8 @@ def _compiled(kernel: Callable[[str], Kernel], signature: list[Any]) -> Kernel:
 
 @functools.cache
 def _sources() -> str:
-    """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
-    closure.
+    """Return a digest of the sources. It is part of each kernel's closure, because numba's cache checks only
+    a kernel's own file and its closure.
     """
     files = (Path(str(module.__file__)).read_bytes() for module in MODULES)
     return hashlib.sha256(b"".join(files)).hexdigest()

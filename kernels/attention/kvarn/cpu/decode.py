@@ -174,8 +174,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Compute out[at :], flat, for one token at the end of its context.
 
-    held: flat; the first page's keys of this head begin at `begin`, its values a page of all heads later, and
-    the own page's two later
+    held: flat; this head's keys of the first page begin at `begin`, its values one page of all heads later,
+          and its keys of the page being written two pages later
     """
     dim, group, row = pages.dim, pages.group, queries.row
     page, side = (length - 1) // group, pages.heads * group * dim

@@ -23,7 +23,7 @@ FROM_HALF = 2.0**112
 
 
 class _Lanes(types.Type):
-    """The type of fp32 lanes, or of int32 lanes: words on their way to codes."""
+    """The numba type of sixteen lanes: fp32 numbers, or int32 words whose codes are being extracted."""
 
 
 LANES, WORDS = _Lanes("lanes"), _Lanes("word lanes")
@@ -36,7 +36,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call numba's own function, and its result without the first parameter."""
+    """Decorate like numba's `intrinsic`, with types: callers do not pass the first parameter."""
     return extending.intrinsic(function)
 
 
@@ -70,9 +70,7 @@ def _shifted(builder: ir.IRBuilder, bits: ir.Value, by: int) -> ir.Value:
 
 
 def _rounded(builder: ir.IRBuilder, bits: ir.Value, lost: int) -> ir.Value:
-    """Drop the lowest `lost` bits of floats' bits, to nearest, and of two equally near ones to the even
-    one.
-    """
+    """Return floats' bits without the lowest `lost` bits, rounded to nearest, ties to even."""
     odd = builder.and_(_shifted(builder, bits, -lost), _constant(INTS, 1))
     return _shifted(builder, builder.add(builder.add(bits, odd), _constant(INTS, (1 << lost - 1) - 1)), -lost)
 
@@ -252,8 +250,8 @@ def rotated(typing: Any, lanes: Any) -> Any:
 
 @intrinsic
 def exponential(typing: Any, lanes: Any) -> Any:
-    """Return e to each lane, from -87 on; no lane is above 88. The result is computed as in Cephes: 2^n times
-    a polynomial.
+    """Return e to the power of each lane. A lane below -87 counts as -87; no lane may be above 88. The result
+    is computed as in Cephes: 2^n times a polynomial.
     """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:

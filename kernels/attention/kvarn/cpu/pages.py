@@ -21,7 +21,7 @@ def code_page(sources: str) -> Callable[..., None]:
         key: Any, value: Any, key_at: int, value_at: int, head_stride: int, token_stride: int, page: int,
         key_words: Any, value_words: Any, channels: Any, tokens: Any,
     ) -> None:  # fmt: skip
-        """Code `page`. key, value: of the model, flat, its first ones at key_at and value_at"""
+        """Code `page`. key, value: the model's, flat; the page's first numbers are at key_at and value_at"""
         _ = sources
         pages = pages_of(key_words, value_words, channels, tokens)
         heads, group, dim = pages.heads, pages.group, pages.dim

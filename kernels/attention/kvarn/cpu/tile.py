@@ -101,8 +101,8 @@ def rotate(x: Any, at: int, dim: int) -> None:
 
 @njit(error_model="numpy")
 def widen(pages: Any, tile: int, of_keys: bool, first: int, count: int, x: Any, row: int) -> None:
-    """Write codes of the tile's tokens first .. first + count, which are in one half of it; each has a row of
-    x.
+    """Write the codes of the tile's tokens first .. first + count to x as numbers, a row for each token. The
+    tokens are all in one half of the tile.
     """
     words, bits = (pages.key_words, 4) if of_keys else (pages.value_words, pages.value_bits)
     group, width, mask, shift = pages.group, pages.dim // 4, (1 << bits) - 1, 0
@@ -160,7 +160,7 @@ def _std(sum_: Any, squares: Any, count: int) -> Any:
 
 @njit(error_model="numpy")
 def _even(by: Any, std: Any) -> None:
-    """Advance the inverses of the divisors by a turn; std: of the vectors without them."""
+    """Advance the inverses of the divisors by one turn; std: the vectors' deviations before any division."""
     for index in range(len(by)):
         scaled = min(max(std[index] * by[index], LOWEST_STD), HIGHEST_STD)
         by[index] = ONE / min(max(scaled / by[index], LEAST_SCALE), LARGEST_SCALE)
@@ -176,7 +176,9 @@ def _spread(std: Any, by: Any) -> Any:
 
 @njit(error_model="numpy")
 def _normalize(x: Any, by_token: Any, by_channel: Any, tokens_first: bool) -> None:
-    """Find inverses of the scales that make a tile most even; tokens_first: of the two sides in a turn."""
+    """Find inverses of the scales that make a tile most even; tokens_first: whether each turn scales tokens
+    before channels.
+    """
     group, dim = len(by_token), len(by_channel)
     of_tokens, of_channels = np.ones(group, np.float32), np.ones(dim, np.float32)
     std_token, std_channel = np.empty(group, np.float32), np.empty(dim, np.float32)
