@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import ModelOutput
 
 from ....base.atomic_files import atomic_path
 from ....base.errors import UserError
 from ....base.progress import progress_bar
 from ....serving_check.engine.kv_pool import free_memory
+from ....serving_check.engine.state_layers import CACHES
 from ...checkpoints.checkpoint import Checkpoint
 from ...machine.malloc_trim import return_freed_memory
 from ...model_loader.attention_shapes import served_layers_of
@@ -150,16 +152,30 @@ def _draw(
                 drawn.append(recorded.next(torch.rand(count, 1, generator=generator, device=device)))
                 bar.update(count)
         return torch.cat(drawn, 1).cpu()
-    cache = DynamicCache(config=config)
-    cache.layers = [
-        _PreallocatedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
+    cache: dict[str, Cache] = {}
     with torch.inference_mode(), _GroupedHeads():
-        for _ in range(length - 1):
-            logits = model(input_ids=drawn[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        for position in range(length - 1):
+            # MiniMax asks a layer without keys how many tokens the cache holds.
+            positions = torch.full_like(drawn[-1], position)
+            output = model(input_ids=drawn[-1], position_ids=positions, use_cache=True, **cache)
+            cache = cache or _roomy_cache(output, length)
+            logits = output.logits[:, -1].float()
             drawn.append(chosen(logits, torch.rand(count, 1, generator=generator, device=device)))
             bar.update(count)
     return torch.cat(drawn, 1).cpu()
+
+
+def _roomy_cache(output: ModelOutput, length: int) -> dict[str, Cache]:
+    """Return the cache that the model made for its first token, by the name of the model's argument, with
+    room for `length` tokens: MiniMax takes no other kind of cache, and Mamba's argument has another name.
+    """
+    name = next(name for name in CACHES if output.get(name) is not None)
+    cache = output[name]
+    cache.layers = [
+        _PreallocatedLayer.of(layer, length) if type(layer) is DynamicLayer else layer
+        for layer in cache.layers
+    ]
+    return {name: cache}
 
 
 class _PreallocatedLayer(DynamicLayer):
@@ -169,6 +185,14 @@ class _PreallocatedLayer(DynamicLayer):
     def __init__(self, length: int):
         super().__init__()
         self._length, self._used = length, 0
+
+    @classmethod
+    def of(cls, layer: DynamicLayer, length: int) -> "_PreallocatedLayer":
+        """Return a layer with the keys and values of `layer`."""
+        made = cls(length)
+        if layer.keys is not None and layer.values is not None:
+            made.update(layer.keys, layer.values)
+        return made
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

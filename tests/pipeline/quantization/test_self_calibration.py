@@ -1,6 +1,7 @@
 """What a model writes to be calibrated on is drawn from its own distribution."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,19 @@ from scalegate.pipeline.quantization.calibration.self_calibration import (
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 COUNT, LENGTH = 6, 24
+SIZES = {
+    "vocab_size": 48, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+WITH_STATES = {
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "block_size": 16,
+        "num_local_experts": 2, "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+"""The cache has another name among the arguments of Mamba, and is of another class in MiniMax."""
 
 
 def peaked_model() -> PreTrainedModel:
@@ -31,13 +45,30 @@ def peaked_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def model_with_states(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES, **WITH_STATES[model_type])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "A_log" not in name:
+                parameter.normal_(0.0, 2.0 / parameter.shape[1] ** 0.5)
+    return model
+
+
+MODELS = {"attention": peaked_model} | {
+    model_type: partial(model_with_states, model_type) for model_type in WITH_STATES
+}
+
+
 def drawn(model: PreTrainedModel, seed: int, recorded: GraphSampler | None = None) -> torch.Tensor:
     with progress_bar(total=COUNT * LENGTH, desc="drawing", unit="tok", shown=False) as bar:
         return _draw(model, COUNT, LENGTH, torch.Generator().manual_seed(seed), bar, recorded)
 
 
-def test_tokens_are_those_that_the_whole_model_gives_at_the_same_chances():
-    model, generator = peaked_model(), torch.Generator().manual_seed(7)
+@pytest.mark.parametrize("kind", MODELS)
+def test_tokens_are_those_that_the_whole_model_gives_at_the_same_chances(kind: str):
+    model, generator = MODELS[kind](), torch.Generator().manual_seed(7)
     ids = torch.ones(COUNT, 1, dtype=torch.int64)
     with torch.inference_mode():
         while ids.shape[1] < LENGTH:
