@@ -29,7 +29,7 @@ from .weight_map import (
     gate_up_order,
     map_weights,
 )
-from .weights_read import reads_weight
+from .weights_read import multiplies, reads_weight
 
 WEIGHT = ".weight"
 BIAS = "_bias"
@@ -41,7 +41,7 @@ NOT_LINEAR = "weight, not a Linear"
 PREDICTION_HEAD = "multi-token prediction head"
 OUTSIDE_DECODER = "outside the text decoder"
 """The reason for not quantizing the weights of a tower or a projector."""
-READ_BY_ITSELF = "weight that the model reads without calling its layer"
+READ_OTHERWISE = "weight that the model reads for more than a product"
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 
 
@@ -218,8 +218,8 @@ def _linear_weights(
         return [LinearWeight(module, name, owner_name, ROUTER, *shape)]
     if isinstance(owner, nn.Linear):
         parent, _, child = owner_name.rpartition(".")
-        if reads_weight(model.get_submodule(parent), child):
-            return READ_BY_ITSELF
+        if reads_weight(model.get_submodule(parent), child) or not multiplies(owner):
+            return READ_OTHERWISE
         return [LinearWeight(module, name, owner_name, LINEAR, *shape)]
     return f"{type(owner).__name__} {NOT_LINEAR}"
 

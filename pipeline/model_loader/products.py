@@ -21,6 +21,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.convention import StoredWeight
 from .merge_groups import merged_alike
 from .weight_map import Assignment
+from .weights_read import multiplies
 
 TOP_K = (
     "num_experts_per_tok",
@@ -128,7 +129,7 @@ def find_products(
             products += _experts_products(
                 checkpoint, stored, model, module, leaf, experts, assignment.interleaved
             )
-        elif assignment.converter is None and isinstance(model.get_submodule(module), nn.Linear):
+        elif assignment.converter is None and _is_product(model.get_submodule(module)):
             linears[module] = assignment.names[0]
     kinds = {
         module: _dense_kind(checkpoint, stored[name], model.get_submodule(module))
@@ -141,6 +142,10 @@ def find_products(
         if names[0] == module:
             products.append(DenseProduct(tuple(names), tuple(linears[name] for name in names)))
     return products
+
+
+def _is_product(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and multiplies(module)
 
 
 def _kind(checkpoint: Checkpoint, stored: StoredWeight) -> object:

@@ -1,7 +1,8 @@
-"""Linear layers whose weight the model's code reads directly, without calling the layer.
+"""Linear layers whose weight the model's code reads for more than the product of `nn.Linear`.
 
-A layer whose weight is read directly cannot be packed: Mamba's mixer computes `self.dt_proj.weight @
-time_step`, and vLLM also leaves that weight unquantized.
+Such a layer cannot be packed. Mamba's mixer computes `self.dt_proj.weight @ time_step` without calling the
+layer, and vLLM also leaves that weight unquantized. DeepSeek-V4's grouped layers multiply each group of
+inputs by other rows.
 """
 
 import ast
@@ -9,6 +10,7 @@ import inspect
 import textwrap
 from functools import cache
 
+import torch
 from torch import nn
 
 ABOUT_THE_WEIGHT = ("dtype", "device", "shape")
@@ -22,6 +24,19 @@ def reads_weight(parent: nn.Module, child: str) -> bool:
     """Say whether `parent` reads the numbers of `self.<child>.weight` when it is served."""
     kind: object = type(parent)  # mypy takes no class for hashable
     return child in _weights_read(kind)
+
+
+def multiplies(linear: nn.Linear) -> bool:
+    """Say whether the layer computes what `nn.Linear` computes, judged by the shape of its output."""
+    if type(linear).forward is nn.Linear.forward:
+        return True
+    inputs = linear.weight.new_empty(1, linear.in_features, device="meta")
+    weights = {name: parameter.to("meta") for name, parameter in linear.named_parameters()}
+    try:
+        output = torch.func.functional_call(linear, weights, (inputs,))
+    except RuntimeError:
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, linear.out_features)
 
 
 @cache

@@ -6,9 +6,18 @@ from pathlib import Path
 import torch
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.model_loader.weights_read import reads_weight
+from scalegate.pipeline.model_loader.weights_read import multiplies, reads_weight
 from scalegate.tests.pipeline.quantization.tiny_families import make_text
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
+
+DEEPSEEK_V4 = {
+    "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "o_groups": 2,
+    "o_lora_rank": 32, "n_routed_experts": 2, "num_experts_per_tok": 1, "index_n_heads": 2,
+    "index_head_dim": 32, "index_topk": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
 
 
 class WeightReader(nn.Module):
@@ -26,6 +35,25 @@ class WeightReader(nn.Module):
 def test_only_numbers_read_while_serving_count():
     names = [name for name, _ in WeightReader().named_children() if reads_weight(WeightReader(), name)]
     assert names == ["read"]
+
+
+def test_a_layer_that_multiplies_each_group_of_inputs_by_rows_of_its_own_stays(tmp_path: Path):
+    config = AutoConfig.for_model("deepseek_v4", **DEEPSEEK_V4)
+    source, artifact = tmp_path / "source", tmp_path / "artifact"
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.save_pretrained(source)
+    grouped = plain.model.layers[0].self_attn.o_a_proj
+    assert not multiplies(grouped) and multiplies(plain.model.layers[0].self_attn.o_b_proj)
+    assert multiplies(FalconLinear(4, 8))
+    quantize(str(source), "int4-hqq-g32", out=artifact, progress=False)
+    ignored = json.loads((artifact / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.0.self_attn.o_a_proj" in ignored
+    model = load_model(artifact, progress=False).model
+    assert type(model.model.layers[0].self_attn.o_a_proj) is type(grouped)
+    assert type(model.model.layers[0].self_attn.o_b_proj) is not type(plain.lm_head)
+    with torch.inference_mode():
+        logits = model(torch.arange(3, 24)[None], use_cache=False).logits
+    assert logits.isfinite().all()
 
 
 def test_mamba_s_step_sizes_stay_and_the_artifact_computes(tmp_path: Path):
