@@ -33,11 +33,12 @@ def decoded_gptq(
     source: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, tuple[DecodedTensor, tuple[str, ...]]]:
     _bits(source, config, BITS)
+    group_size = _group_size(config)
     offset = 0 if _format(source, config, GPTQ) == ZEROS_AS_THEY_ARE else 1
     made = {}
     for name, qweight in tensors.items():
         if name.endswith(QWEIGHT):
-            module = _Module.of(source, tensors, name.removesuffix(QWEIGHT))
+            module = _Module.of(source, tensors, name.removesuffix(QWEIGHT), group_size)
             bits, n = module.bits(source), qweight.shape[1]
             k = qweight.shape[0] * WORD // bits
             module.refuse_groups(source, k, n)
@@ -80,6 +81,14 @@ def _bits(source: str, config: Mapping[str, Any], known: tuple[int, ...]) -> int
     return bits
 
 
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    """Return how many inputs share a scale, as the config says; None if it names no size, or says that all
+    inputs of a layer do.
+    """
+    size = config.get("group_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
 @dataclass(frozen=True)
 class _Module:
     """The tensors of one linear layer."""
@@ -89,9 +98,14 @@ class _Module:
     qzeros: TensorInfo
     scales: TensorInfo
     g_idx: TensorInfo | None
+    declared_size: int | None = None
+    """How many inputs share a scale, as the config says for the whole model; not asked for AWQ, which has no
+    shorter last group."""
 
     @classmethod
-    def of(cls, source: str, tensors: Mapping[str, TensorInfo], name: str) -> "_Module":
+    def of(
+        cls, source: str, tensors: Mapping[str, TensorInfo], name: str, declared_size: int | None = None
+    ) -> "_Module":
         found = [tensors.get(f"{name}.{part}") for part in ("qweight", "qzeros", "scales")]
         qweight, qzeros, scales = found
         if qweight is None or qzeros is None or scales is None:
@@ -110,7 +124,7 @@ class _Module:
                 f"{source}: {name} has zero points of {qzeros.shape[0]} groups and scales of "
                 f"{scales.shape[0]}; download or copy the checkpoint again"
             )
-        return cls(name, qweight, qzeros, scales, tensors.get(f"{name}.g_idx"))
+        return cls(name, qweight, qzeros, scales, tensors.get(f"{name}.g_idx"), declared_size)
 
     def bits(self, source: str) -> int:
         """Return the width of the layer's GPTQ codes, by its zero points: layers of a model may differ."""
@@ -125,8 +139,8 @@ class _Module:
 
     def made(self, n: int, k: int, decode: Any, stored_as: str) -> tuple[DecodedTensor, tuple[str, ...]]:
         parts = [self.qweight, self.qzeros, self.scales, *([self.g_idx] if self.g_idx else [])]
-        groups = self.scales.shape[0]
-        label = f"{stored_as}, groups of {-(-k // groups)}" if groups > 1 else f"{stored_as}, one group a row"
+        several = self.scales.shape[0] > 1
+        label = f"{stored_as}, groups of {self.size(k)}" if several else f"{stored_as}, one group a row"
         weight = decoded(f"{self.name}.weight", parts, self.scales.dtype, (n, k), decode, label)
         return weight, tuple(part.name for part in parts)
 
@@ -135,17 +149,26 @@ class _Module:
         divide K.
         """
         groups, columns = self.scales.shape
-        if columns != n or (self.g_idx is None and k % groups) or (self.g_idx and self.g_idx.shape != (k,)):
+        in_order = self.g_idx is None and -(-k // self.size(k)) == groups
+        if columns != n or not (in_order or (self.g_idx and self.g_idx.shape == (k,))):
             raise UserError(
                 f"{source}: {self.name} has scales {list(self.scales.shape)}, which do not fit K = {k} and "
                 f"N = {n}; download or copy the checkpoint again"
             )
 
+    def size(self, k: int) -> int:
+        """Return how many inputs share a scale; the last group may have fewer. Layers of a model may differ
+        from the size that its config names.
+        """
+        count, declared = self.scales.shape[0], self.declared_size
+        fits = declared is not None and -(-k // declared) == count
+        return declared if fits and declared is not None else max(1, k // max(1, count))
+
     def groups(self, k: int) -> Tensor:
         """Return the group that each input belongs to, int64 [K]."""
         count = self.scales.shape[0]
         if self.g_idx is None:
-            return torch.arange(k) // (k // count)
+            return torch.arange(k) // self.size(k)
         groups = self.g_idx.read().long()
         if int(groups.amin()) < 0 or int(groups.amax()) >= count:
             raise UserError(f"{self.g_idx.name} names groups beyond the {count} that have scales")

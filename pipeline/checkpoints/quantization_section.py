@@ -19,7 +19,6 @@ GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 """Where AutoGPTQ and AutoAWQ put the section before transformers read it."""
 MLX, MLX_SECTION = "mlx", "quantization"
 FP8_DTYPES = ("torch.float8_e4m3fn", "torch.float8_e5m2")
-FP8_SCALES = ("_scale_inv", "_scale")
 
 
 def with_section(
@@ -28,7 +27,7 @@ def with_section(
     """Return the config with its quantization section as `quantization_config`.
 
     Some multimodal checkpoints have the section in `text_config`, old GPTQ and AWQ ones in a file of its own.
-    FP8 weights with scales need no section: Mistral's `params.json` declares them for another reader.
+    FP8 weights need no section: Mistral's `params.json` declares them for another reader.
     """
     text = config.get(TEXT)
     if config.get(SECTION) or config.get(OLD_SECTION):
@@ -39,7 +38,7 @@ def with_section(
     section = _section_of_file(folder)
     if section is None and isinstance(config.get(MLX_SECTION), dict):
         section = {"quant_method": MLX, **config[MLX_SECTION]}
-    if section is None and not (folder / MODELOPT_FILE).is_file() and _has_scaled_fp8(tensors):
+    if section is None and not (folder / MODELOPT_FILE).is_file() and _has_fp8(tensors):
         section = {"quant_method": "fp8"}
     return dict(config) if section is None else {**config, SECTION: section}
 
@@ -60,8 +59,5 @@ def _section_of_file(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _has_scaled_fp8(tensors: Mapping[str, TensorInfo]) -> bool:
-    return any(
-        str(info.dtype) in FP8_DTYPES and any(name + suffix in tensors for suffix in FP8_SCALES)
-        for name, info in tensors.items()
-    )
+def _has_fp8(tensors: Mapping[str, TensorInfo]) -> bool:
+    return any(str(info.dtype) in FP8_DTYPES for info in tensors.values())

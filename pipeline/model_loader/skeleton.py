@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...base.errors import UserError
 from ...base.log import logger
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import CONFIG_NAME, Checkpoint
 from .kept_logits import take_logits_to_keep
 from .tied_modules import share_tied_modules
 from .weight_map import OUTSIDE, map_weights
@@ -30,12 +30,15 @@ from .weight_map import OUTSIDE, map_weights
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 """The kinds of transformers classes that hold a language model, the leanest first."""
 MESSAGE_CHARACTERS = 300
+DTYPES, TORCH = ("dtype", "torch_dtype"), "torch."
+"""The config's keys for the dtype of weights, and what Python prints before the names of dtypes."""
 
 
 def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """Return the checkpoint's transformers config, without its quantization section, which we read
     ourselves.
     """
+    _refuse_unknown_dtypes(checkpoint)
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:
@@ -49,6 +52,20 @@ def model_config(checkpoint: Checkpoint) -> PretrainedConfig:
         if hasattr(section, "quantization_config"):
             del section.quantization_config
     return config
+
+
+def _refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
+    """Raise UserError if the config names a dtype as Python prints it: transformers reads `bfloat16`, not
+    `torch.bfloat16`.
+    """
+    for section in (checkpoint.config, checkpoint.config.get("text_config") or {}):
+        for key in DTYPES:
+            name = str(section.get(key))
+            if name.startswith(TORCH):
+                raise UserError(
+                    f"{checkpoint.folder / CONFIG_NAME} has `{key}: {name}`, which transformers does not "
+                    f"read; write {name.removeprefix(TORCH)}"
+                )
 
 
 def build_skeleton(

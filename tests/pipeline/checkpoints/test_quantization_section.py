@@ -98,6 +98,16 @@ def test_weights_are_read_wherever_they_are_declared(place: str, tmp_path: Path)
         assert float(error.norm() / meant.float().norm()) < 0.2
 
 
+def test_fp8_without_scales_is_refused_by_every_command(tmp_path: Path) -> None:
+    source = make_text(tmp_path, "llama")
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_tensors(source, lambda tensors: tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
+    for command in (["inspect", str(source)], ["quantize", str(source), "--out", str(tmp_path / "out")]):
+        shown = CliRunner().invoke(main, command)
+        assert shown.exit_code == 2
+        assert f"{name} is FP8 and has neither {name}_scale_inv nor {name}_scale" in shown.output
+
+
 def test_layers_of_one_gptq_model_may_differ_in_bits(tmp_path: Path) -> None:
     plain = make_text(tmp_path / "plain", "llama")
     source, module = stored_as("GPTQ", plain, tmp_path / "source"), "model.layers.0.mlp.down_proj"

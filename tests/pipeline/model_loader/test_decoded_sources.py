@@ -216,6 +216,31 @@ def test_parts_that_do_not_fit_are_refused(
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(("declared", "fits"), [(24, True), (48, False), (None, False)])
+def test_the_config_says_where_groups_end_if_the_last_one_is_shorter(
+    declared: int | None, fits: bool, random_checkpoint: Any, edit: Any
+) -> None:
+    folder = random_checkpoint("llama", torch.float16)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    n, k = tensors.pop(name).shape
+    groups = torch.arange(k) // 24
+    assert k % 24 and len(groups.unique()) == 3
+    codes, zeros = torch.randint(0, 16, (k, n)), torch.randint(1, 16, (3, n))
+    scales = (torch.rand(3, n) * 0.01 + 0.001).half()
+    parts = gptq_tensors(codes, zeros, scales, groups, 4, 1)
+    del parts["g_idx"]
+    tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": declared})
+    if not fits:
+        with pytest.raises(UserError, match=rf"has scales \[3, {n}\], which do not fit K = {k}"):
+            open_checkpoint(folder)
+        return
+    weight = (codes - zeros[groups]).half() * scales[groups]
+    assert torch.equal(open_checkpoint(folder).read(name), weight.T)
+    assert "groups of 24" in {form.format.rpartition(", ")[2] for form in inspect(folder).formats}
+
+
 def test_groups_without_scales_are_refused(random_checkpoint: Any, tmp_path: Path) -> None:
     folder = stored_as("GPTQ", random_checkpoint("llama", torch.float16), tmp_path / "source")
     path = folder / "model.safetensors"

@@ -245,6 +245,15 @@ def test_the_dtype_is_the_configs_unless_another_is_asked_for(example_checkpoint
     assert wide.tokenizer is not None and wide.generation_config.eos_token_id == 0
 
 
+def test_a_dtype_that_transformers_does_not_know_is_refused_by_its_name(
+    random_checkpoint, edit: Callable
+) -> None:
+    folder = random_checkpoint("llama")
+    edit(folder, dtype="torch.bfloat16")
+    with pytest.raises(UserError, match=r"`dtype: torch.bfloat16`, which transformers .*; write bfloat16$"):
+        load_model(folder, progress=False)
+
+
 def test_fp8_blocks_are_read_as_ordinary_weights(random_checkpoint, edit: Callable) -> None:
     folder = random_checkpoint("llama", torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
