@@ -6,8 +6,8 @@ A stage is K_TILES tiles of 64 columns of K:
     scales  int32 [STAGES, ...]                                 as the decoder has it
     x       bf16, fp16 or E4M3 [STAGES, BM, K_TILES * 64]       128-byte swizzle
 
-TMA fills in zeros past the end of K, M and N. The two kernels arm the full mbarrier, each in its own
-way.
+TMA fills in zeros past the end of K, M and N. The stream-K kernel and the batch-invariant kernel each arm the
+full mbarrier in their own way.
 """
 
 import math

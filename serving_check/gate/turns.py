@@ -155,8 +155,9 @@ class Turns:
         return True
 
     def take(self, side: str, ms: Sequence[int]) -> tuple[Endpoint, "FailedWarmUp | None"]:
-        """Start that side's server if it is not up, with a warm-up at these Ms; return its endpoint, and the
-        first repeat of the warm-up that failed."""
+        """Start that side's server if it is not up, and warm it up at the given Ms; return its endpoint, and
+        the first failed repeat of the warm-up, if any.
+        """
         fresh = self.servers.up != side
         endpoint = self.servers.take(side)
         if side not in self._met:

@@ -103,8 +103,8 @@ def _normalize(
 
     A vector's own scale multiplies its deviation, and the other side's scales are weights in sums over the
     tile and over its squares, which never change: each turn is two products of both with a few columns. The
-    side that is normalized first carries the tile's magnitude. Inverses are multiplied, while the paper adds
-    logarithms.
+    side that is normalized first carries the tile's magnitude. Where the paper adds logarithms of scales,
+    this code multiplies inverse scales.
     """
     largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0).to(tl.float32)
     lift = _lift(largest)

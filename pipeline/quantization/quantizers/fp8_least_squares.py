@@ -5,8 +5,9 @@ octave of scales, down from the scale that makes the row's largest weight 448, t
 search tries this octave in even steps; then the best grid's codes are scaled once more to fit the row. On
 weights of the bundled checkpoint, the error is 8% smaller than with the scale of the largest weight.
 
-Rows are the last dimension and their weights the first ([K, rows]); sums fold halves. Only single IEEE
-operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
+Rows lie along the last dimension and the weights of a row along the first ([K, rows]); a sum adds one half of
+the numbers to the other, again and again. Only single IEEE operations in a fixed order touch a number, so the
+bits do not depend on threads, chunks or the device.
 """
 
 import math

@@ -10,9 +10,9 @@ The global scale is a power of two. E4M3 is a floating-point grid and as fine un
 power of two each product of code, scale and global scale is exact in bf16 and fp32, and so are the reciprocal
 and every order in which a reader multiplies or divides. The judged values are bit for bit the served ones.
 
-Groups lie along the last dimension and elements along the first ([16, groups]); sums fold halves. Only
-single IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or
-the device.
+Groups lie along the last dimension and elements along the first ([16, groups]); a sum adds one half of the
+numbers to the other, again and again. Only single IEEE operations in a fixed order touch a number, so the
+bits do not depend on threads, chunks or the device.
 """
 
 import math

@@ -13,8 +13,9 @@ Without zero points the codes -8..7 reach one step further on one side, and a ne
 around. Intel's AutoRound publishes symmetric INT4 of this kind, and engines multiply by the scale whatever
 its sign. The search tries both signs; this gains most of what zero points would gain.
 
-Groups lie along the last dimension and elements along the first ([g, groups]); sums fold halves. Only single
-IEEE operations in a fixed order touch a number, so the bits do not depend on threads, chunks or the device.
+Groups lie along the last dimension and elements along the first ([g, groups]); a sum adds one half of the
+numbers to the other, again and again. Only single IEEE operations in a fixed order touch a number, so the
+bits do not depend on threads, chunks or the device.
 """
 
 from dataclasses import dataclass
