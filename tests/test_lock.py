@@ -43,11 +43,12 @@ def test_every_requirement_is_pinned_within_its_bounds(declared, lock):
 
 
 def unmet(declared: list[Requirement], pins: Pins) -> list[str]:
-    ours = [one for one in declared if not OF_TORCH.match(one.name)]
+    ours = [requirement for requirement in declared if not OF_TORCH.match(requirement.name)]
     return [
-        str(one)
-        for one in ours
-        if (pin := pins.get(canonicalize_name(one.name))) is None or not one.specifier.contains(pin)
+        str(requirement)
+        for requirement in ours
+        if (pin := pins.get(canonicalize_name(requirement.name))) is None
+        or not requirement.specifier.contains(pin)
     ]
 
 
@@ -73,22 +74,24 @@ def installed_for(declared: list[Requirement]) -> Pins:
     """Everything that is installed for `declared`, by version, without what names a build: `+cpu`."""
     wanted, seen, found = list(declared), set(), {}
     while wanted:
-        one = wanted.pop()
-        name = canonicalize_name(one.name)
-        if (name, frozenset(one.extras)) in seen or not applies(one):
+        requirement = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, frozenset(requirement.extras)) in seen or not applies(requirement):
             continue
-        seen.add((name, frozenset(one.extras)))
+        seen.add((name, frozenset(requirement.extras)))
         try:
-            package = distribution(one.name)
+            package = distribution(requirement.name)
         except PackageNotFoundError:
             continue
-        wanted += [r for r in map(Requirement, package.requires or []) if applies(r, one.extras)]
+        wanted += [r for r in map(Requirement, package.requires or []) if applies(r, requirement.extras)]
         if not OF_TORCH.match(name):
             found[name] = Version(package.version).public
     return found
 
 
-def applies(one: Requirement, extras: set[str] = frozenset()) -> bool:
-    if one.marker is None:
+def applies(requirement: Requirement, extras: set[str] = frozenset()) -> bool:
+    if requirement.marker is None:
         return True
-    return any(one.marker.evaluate({**default_environment(), "extra": extra}) for extra in extras or {""})
+    return any(
+        requirement.marker.evaluate({**default_environment(), "extra": extra}) for extra in extras or {""}
+    )

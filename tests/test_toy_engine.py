@@ -86,7 +86,7 @@ def verdict(example_checkpoint: Path) -> dict:
 
 
 def check(verdict: dict, name: str) -> dict:
-    return next(one for one in verdict["checks"] if one["name"] == name)
+    return next(check for check in verdict["checks"] if check["name"] == name)
 
 
 @pytest.mark.alone

@@ -93,7 +93,7 @@ def test_a_recipe_may_mix_it_with_int4_and_unquantized(artifact: Path) -> None:
     assert KEPT in manifest["kept"]["ignored by the recipe"]
     for name, spec in modules.items():
         assert spec["format"] == (FORMAT if name.endswith("down_proj") else "int4")
-    assert {one["label"]: one["modules"] for one in manifest["formats"]} == {INT4_LABEL: 23, LABEL: 4}
+    assert {entry["label"]: entry["modules"] for entry in manifest["formats"]} == {INT4_LABEL: 23, LABEL: 4}
     errors = {name: value["relative_error"] for name, value in manifest["modules"].items()}
     assert max(error for name, error in errors.items() if name.endswith("down_proj")) < 0.02
     assert 4.3 < manifest["bits_per_weight"] < 8
@@ -115,7 +115,7 @@ def test_each_format_is_a_config_group_and_the_checkpoint_is_mixed(artifact: Pat
 
 def test_inspect_and_doctor_speak_of_it(artifact: Path, work: Path) -> None:
     shown = json.loads(succeed(work, "inspect", artifact, "--json"))
-    formats = {one["format"]: one for one in shown["formats"]}
+    formats = {entry["format"]: entry for entry in shown["formats"]}
     assert set(formats) == {INT4_LABEL, LABEL}
     assert formats[LABEL]["modules"] == 4
     # K is 768: a scale of 16 bits for each row.
@@ -150,7 +150,7 @@ def logits(work: Path, artifact: Path) -> list[tuple[torch.Tensor, set[str]]]:
 @pytest.mark.exhaustive
 def test_it_is_measured_planned_and_loaded_in_its_own_layout(artifact: Path, work: Path) -> None:
     plan = json.loads(succeed(work, "layout", artifact, "--no-kv", "--m", "1,4", "--json"))
-    (choice,) = [one for one in plan["choices"] if one["shape"].startswith("int8 row ")]
+    (choice,) = [choice for choice in plan["choices"] if choice["shape"].startswith("int8 row ")]
     assert choice["layout"] == LAYOUT, "dequantizing takes longer at any M"
     assert len(choice["modules"]) == 4
     (found, chosen), (dequantized, plain) = logits(work, artifact)

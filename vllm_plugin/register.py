@@ -6,7 +6,6 @@ Every error here becomes one line in the log, and vLLM then serves as without th
 import logging
 import multiprocessing
 import os
-import sys
 
 VARIABLE = "SCALEGATE_KERNELS"
 """The environment variable that turns the plugin off if it is 0."""
@@ -77,4 +76,4 @@ def _say(line: str) -> None:
     if logger.hasHandlers():
         logger.info(line)
     else:  # from vLLM 0.32 on it configures its logging after it has loaded plugins
-        print(line, file=sys.stderr)
+        logging.StreamHandler().handle(logging.makeLogRecord({"msg": line}))

@@ -89,7 +89,9 @@ def read_answer(events: Iterable[bytes], index: int = 0) -> Answer:
 def _of_chat(token: dict[str, Any]) -> Alternatives:
     """Return the alternatives to one token of a chat."""
     told = token.get("top_logprobs") or ()
-    return Alternatives(token.get("token"), {one.get("token"): one.get("logprob") for one in told})
+    return Alternatives(
+        token.get("token"), {alternative.get("token"): alternative.get("logprob") for alternative in told}
+    )
 
 
 @dataclass(frozen=True)

@@ -341,7 +341,7 @@ def _adjustments(text: Sequence[int]) -> dict[Kind, Adjustments]:
 def _frequent_text(text: Sequence[int], conversations: Conversations) -> str:
     """Return the text of the most frequent token that is no white space."""
     texts = (conversations.decode([token]) for token, _ in Counter(text).most_common())
-    return next((one for one in texts if one.strip() and REPLACEMENT not in one), ".")
+    return next((text for text in texts if text.strip() and REPLACEMENT not in text), ".")
 
 
 def _with_unstreamed(
@@ -461,10 +461,10 @@ def _with_seeds_again(requests: Sequence[PlannedRequest]) -> list[PlannedRequest
     shortest = sorted(sampled, key=lambda index: len(requests[index].prompt))[:SEEDS_AGAIN]
     again = list(requests)
     if len(shortest) == SEEDS_AGAIN:
-        one = requests[shortest[0]]
+        repeated = requests[shortest[0]]
         others = [requests[index] for index in sampled if index not in shortest]
-        others.insert(len(others) // 2, replace(one, seed=requests[shortest[1]].seed))
-        for index, request in zip(sampled, [one, *others, one], strict=True):
+        others.insert(len(others) // 2, replace(repeated, seed=requests[shortest[1]].seed))
+        for index, request in zip(sampled, [repeated, *others, repeated], strict=True):
             again[index] = replace(request, at=requests[index].at)
     return again
 

@@ -119,7 +119,7 @@ def main() -> None:
             "rows": rows,
         },
     )
-    sys.exit(any(one["failed"] for each in rows for turns in each["rounds"].values() for one in turns))
+    sys.exit(any(turn["failed"] for each in rows for turns in each["rounds"].values() for turn in turns))
 
 
 def peers(options: argparse.Namespace, cores: list[int], folder: Path) -> list[Peer]:
@@ -156,7 +156,7 @@ def row(endpoints: Mapping[str, Endpoint], m: int, rounds: int, cores: list[int]
     print(f"M={m}", flush=True)
     for name, each in turns.items():
         print(f"  {name:16} " + "  ".join(_shown(field, each) for field in vars(each[0])), flush=True)
-    return {"m": m, "rounds": {name: [asdict(one) for one in each] for name, each in turns.items()}}
+    return {"m": m, "rounds": {name: [asdict(turn) for turn in each] for name, each in turns.items()}}
 
 
 def turn(endpoint: Endpoint, processes: list[int], m: int, seed: int, cores: list[int]) -> Figures:
@@ -181,7 +181,7 @@ def turn(endpoint: Endpoint, processes: list[int], m: int, seed: int, cores: lis
 
 
 def _shown(field: str, turns: list[Figures]) -> str:
-    values = [getattr(one, field) for one in turns]
+    values = [getattr(turn, field) for turn in turns]
     return f"{field} {median(values):g}" if None not in values else f"{field} ?"
 
 

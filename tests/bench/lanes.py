@@ -78,8 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = options.out / "lanes.jsonl"
-    before = [one for path in (*options.done, results) if path.exists() for one in read(path)]
-    done = {(one.name, one.run) for one in before if one.status != CUT_SHORT}
+    before = [result for path in (*options.done, results) if path.exists() for result in read(path)]
+    done = {(result.name, result.run) for result in before if result.status != CUT_SHORT}
     jobs = [
         job
         for job in read_jobs(options.jobs.read_text(encoding="utf-8"))
@@ -87,13 +87,15 @@ def main() -> None:
     ]
     ended = []
     with results.open("a", encoding="utf-8") as file:
-        for one in run(jobs, lanes_of(options.cores), time.monotonic() + options.seconds):
-            ended.append(one)
-            print(json.dumps(asdict(one)), file=file, flush=True)
-            print(f"{one.name} {one.run}: status {one.status}, {one.seconds} s", flush=True)
-            if one.status:
+        for result in run(jobs, lanes_of(options.cores), time.monotonic() + options.seconds):
+            ended.append(result)
+            print(json.dumps(asdict(result)), file=file, flush=True)
+            print(f"{result.name} {result.run}: status {result.status}, {result.seconds} s", flush=True)
+            if result.status:
                 print(
-                    *("    " + line for line in one.output.splitlines()[-SHOWN_LINES:]), sep="\n", flush=True
+                    *("    " + line for line in result.output.splitlines()[-SHOWN_LINES:]),
+                    sep="\n",
+                    flush=True,
                 )
     print(table(jobs, ended))
 
@@ -130,15 +132,15 @@ def run(jobs: Sequence[Job], lanes: list[list[int]], ends: float) -> Iterator[Jo
             free.sort()
             taken = [free.pop(0) for _ in range(min(job.lanes, len(lanes)))]
             running.append(begin(job, [core for lane in taken for core in lane]))
-        for one in [one for one in running if one.process.poll() is not None]:
-            running.remove(one)
-            free += [lane for lane in lanes if set(lane) <= set(one.cores)]
-            yield end(one, int(one.process.returncode))
+        for active in [active for active in running if active.process.poll() is not None]:
+            running.remove(active)
+            free += [lane for lane in lanes if set(lane) <= set(active.cores)]
+            yield end(active, int(active.process.returncode))
         time.sleep(POLL_S)
-    for one in running:
-        os.killpg(one.process.pid, signal.SIGKILL)
-        one.process.wait()
-        yield end(one, CUT_SHORT)
+    for active in running:
+        os.killpg(active.process.pid, signal.SIGKILL)
+        active.process.wait()
+        yield end(active, CUT_SHORT)
 
 
 def begin(job: Job, cores: list[int]) -> RunningJob:
@@ -160,21 +162,21 @@ def begin(job: Job, cores: list[int]) -> RunningJob:
     return RunningJob(job, cores, process, log, folder)
 
 
-def end(one: RunningJob, status: int) -> JobResult:
-    seconds = round(time.monotonic() - one.started, 1)
-    one.log.seek(0)
-    output = one.log.read()[-KEPT_CHARACTERS:]
-    one.log.close()
-    one.folder.cleanup()
-    return JobResult(one.job.name, one.job.run, status, seconds, one.cores, one.job.command, output)
+def end(job: RunningJob, status: int) -> JobResult:
+    seconds = round(time.monotonic() - job.started, 1)
+    job.log.seek(0)
+    output = job.log.read()[-KEPT_CHARACTERS:]
+    job.log.close()
+    job.folder.cleanup()
+    return JobResult(job.job.name, job.job.run, status, seconds, job.cores, job.job.command, output)
 
 
 def table(jobs: Sequence[Job], ended: Sequence[JobResult]) -> str:
     lines = [f"{'job':24} {'asked':>5} {'ended':>5} {'status 0':>8} {'median s':>8}"]
     for name in dict.fromkeys(job.name for job in jobs):
-        of_it = [one for one in ended if one.name == name and one.status != CUT_SHORT]
-        asked, good = sum(job.name == name for job in jobs), sum(one.status == 0 for one in of_it)
-        seconds = f"{median(one.seconds for one in of_it):8.1f}" if of_it else ""
+        of_it = [result for result in ended if result.name == name and result.status != CUT_SHORT]
+        asked, good = sum(job.name == name for job in jobs), sum(result.status == 0 for result in of_it)
+        seconds = f"{median(result.seconds for result in of_it):8.1f}" if of_it else ""
         lines.append(f"{name:24} {asked:5} {len(of_it):5} {good:8} {seconds}")
     return "\n".join(lines)
 

@@ -120,13 +120,13 @@ def simulated_run(
 
 def measured_m(m: int, ratio: float, blocks: int = 12, output_len: int = 64, **options: float) -> MeasuredM:
     """Blocks at one M whose log ratios scatter a little around `ratio`."""
-    one = MeasuredM(m)
+    level = MeasuredM(m)
     for index in range(blocks):
         wobble = 1 + 0.004 * (index % 3 - 1)
         ours = answered(load_result(m, 100 * m * ratio * wobble, output_len=output_len, **options))
         theirs = answered(load_result(m, 100 * m, output_len=output_len))
-        one.blocks.append(Block([ours], [theirs]))
-    return one
+        level.blocks.append(Block([ours], [theirs]))
+    return level
 
 
 def answered(result: WorkloadResult) -> Repeat:

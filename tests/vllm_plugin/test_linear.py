@@ -17,7 +17,7 @@ TOLERANCE = 2**-7
 """bf16 has eight bits of mantissa: the weight, x and y are rounded once each, and K sums average out."""
 
 
-class Dequantized:
+class DequantizingLayout:
     """Stands for the Hopper layouts, which no CPU runs: the weight in the activations' type."""
 
     name = "swap_ab"
@@ -42,14 +42,14 @@ class Dequantized:
 def vllm(monkeypatch):
     """The stand-in, with the plugin registered and every shape taken for faster."""
     found = stand_in.install(monkeypatch)
-    found.layout = Dequantized()
+    found.layout = DequantizingLayout()
     module = {
         name: importlib.import_module(f"scalegate.vllm_plugin.{name}")
         for name in ("cache_key", "choice", "serving", "speed", "register", "product")
     }
     choice = module["choice"]
     monkeypatch.setattr(choice, "TUNED", dict.fromkeys(choice.TUNED, found.layout))
-    found.invariant = Dequantized()
+    found.invariant = DequantizingLayout()
     monkeypatch.setattr(choice, "INVARIANT", dict.fromkeys(choice.INVARIANT, found.invariant))
     monkeypatch.setattr(module["cache_key"], "SERVED", set())
     monkeypatch.setitem(choice.LAYOUTS, "swap_ab", found.layout)

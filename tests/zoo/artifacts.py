@@ -58,9 +58,9 @@ def fault(check: str, words: str, of: str = INT4) -> Callable[[Callable], Callab
     return register
 
 
-def break_artifact(folder: Path, one: ArtifactFault, seed: int = 0) -> Path:
+def break_artifact(folder: Path, fault: ArtifactFault, seed: int = 0) -> Path:
     """Put the fault into the artifact in `folder`, and make its manifest name the files as they are now."""
-    one.apply(folder, random.Random(seed))
+    fault.apply(folder, random.Random(seed))
     manifest = Artifact.read(folder)
     manifest.files = record_files(folder)
     manifest.write(folder)

@@ -63,7 +63,9 @@ def build_faulty_engine(path: Path, folder: Path, options: EngineOptions, tokeni
 
     def faulty_abort(request_id: str) -> None:
         around = functools.reduce(
-            lambda inner, fault: lambda one: fault(engine, one, inner), switch.on(around_aborts), abort
+            lambda inner, fault: lambda request_id: fault(engine, request_id, inner),
+            switch.on(around_aborts),
+            abort,
         )
         around(request_id)
 

@@ -93,7 +93,7 @@ def fault(
 
 
 def of(where: str) -> dict[str, Any]:
-    return {name: one.inject for name, one in FAULTS.items() if one.where == where}
+    return {name: fault.inject for name, fault in FAULTS.items() if fault.where == where}
 
 
 def slowed(step: Step, factor: float) -> list[StepOutput]:

@@ -48,7 +48,7 @@ def slow_as_the_batch_grows(engine: Engine) -> Callable[[Step], list[StepOutput]
 
 def reads_prompts(engine: Engine) -> bool:
     scheduler = engine.scheduler
-    return bool(scheduler.waiting) or any(one.is_prefilling for one in scheduler.running)
+    return bool(scheduler.waiting) or any(sequence.is_prefilling for sequence in scheduler.running)
 
 
 # Measuring ends when either throughput is decided, of whole requests or of decoding: latency says why.
@@ -123,7 +123,7 @@ def capped_with_waiting_requests(engine: Engine) -> Callable[[Step], list[StepOu
     can_admit = scheduler._can_admit
 
     def capped_step(step: Step) -> list[StepOutput]:
-        scheduler._can_admit = lambda one: len(scheduler.running) < CAP and can_admit(one)  # type: ignore
+        scheduler._can_admit = lambda sequence: len(scheduler.running) < CAP and can_admit(sequence)  # type: ignore
         try:
             return step()
         finally:

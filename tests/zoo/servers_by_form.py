@@ -79,9 +79,9 @@ async def log_probabilities_in_bits_when_not_streamed(generation: Generation, an
     for choice in body["choices"]:
         told = choice.get("logprobs") or {}
         if "token_logprobs" in told:
-            told["token_logprobs"] = [one / math.log(2) for one in told["token_logprobs"]]
+            told["token_logprobs"] = [value / math.log(2) for value in told["token_logprobs"]]
             told["top_logprobs"] = [
-                {text: one / math.log(2) for text, one in top.items()} for top in told["top_logprobs"]
+                {text: value / math.log(2) for text, value in top.items()} for top in told["top_logprobs"]
             ]
     return body
 

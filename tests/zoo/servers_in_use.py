@@ -60,7 +60,10 @@ def before_answering(change: Callable[[Traffic, Generation], None]) -> Callable[
 
 def under_way(engine: Engine) -> int:
     """Requests that have decoded for a while."""
-    return sum(not one.is_prefilling and one.num_output >= WELL_UNDER_WAY for one in engine.scheduler.running)
+    return sum(
+        not sequence.is_prefilling and sequence.num_output >= WELL_UNDER_WAY
+        for sequence in engine.scheduler.running
+    )
 
 
 def has_arrival(engine: Engine) -> bool:
@@ -90,7 +93,7 @@ def slow_reading_beside_decoding(engine: Engine) -> Callable[[Step], list[StepOu
     def reads(step: Step) -> list[StepOutput]:
         scheduler = engine.scheduler
         mixed = has_arrival(engine) or (
-            under_way(engine) > 0 and any(one.is_prefilling for one in scheduler.running)
+            under_way(engine) > 0 and any(sequence.is_prefilling for sequence in scheduler.running)
         )
         return slowed(step, SLOWER if mixed else 1)
 
@@ -113,8 +116,11 @@ def slow_reading_of_long_prompts(engine: Engine) -> Callable[[Step], list[StepOu
 
     def reads(step: Step) -> list[StepOutput]:
         scheduler = engine.scheduler
-        reading = [*scheduler.waiting, *(one for one in scheduler.running if one.is_prefilling)]
-        long = any(one.num_prompt > LONG_PROMPT for one in reading)
+        reading = [
+            *scheduler.waiting,
+            *(sequence for sequence in scheduler.running if sequence.is_prefilling),
+        ]
+        long = any(sequence.num_prompt > LONG_PROMPT for sequence in reading)
         return slowed(step, SLOWER if long else 1)
 
     return reads
@@ -377,5 +383,5 @@ async def log_probabilities_in_bits(traffic: Traffic, deltas: Deltas) -> Deltas:
         yield [replace(delta, logprobs=[in_bits(logprob) for logprob in delta.logprobs]) for delta in some]
 
 
-def in_bits(one: TokenLogprobs) -> TokenLogprobs:
-    return replace(one, logprob=one.logprob / math.log(2))
+def in_bits(logprobs: TokenLogprobs) -> TokenLogprobs:
+    return replace(logprobs, logprob=logprobs.logprob / math.log(2))

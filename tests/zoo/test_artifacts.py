@@ -28,36 +28,38 @@ def sound(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return make_sound(example_checkpoint, tmp_path_factory.mktemp("zoo"))
 
 
-def broken(sound: dict[str, Sound], one: ArtifactFault, folder: Path, seed: int = 0) -> Path:
-    return break_artifact(sound[one.of].copy(folder), one, seed)
+def broken(sound: dict[str, Sound], fault: ArtifactFault, folder: Path, seed: int = 0) -> Path:
+    return break_artifact(sound[fault.of].copy(folder), fault, seed)
 
 
 def test_sound_artifacts_pass_with_and_without_their_manifests(sound, tmp_path: Path):
-    for kind, one in sound.items():
-        foreign = one.copy(tmp_path / kind)
+    for kind, artifact in sound.items():
+        foreign = artifact.copy(tmp_path / kind)
         (foreign / MANIFEST_NAME).unlink()
-        for folder in (one.artifact, foreign):
-            for result in judge_files(folder, one.baseline).values():
+        for folder in (artifact.artifact, foreign):
+            for result in judge_files(folder, artifact.baseline).values():
                 assert result.status == "pass", (kind, folder, result)
 
 
 @pytest.mark.parametrize("seed", exhaustive_but(SEEDS, 0))
-@pytest.mark.parametrize("one", IN_FILES, ids=lambda one: one.name)
+@pytest.mark.parametrize("fault", IN_FILES, ids=lambda fault: fault.name)
 def test_a_fault_in_the_files_is_caught_by_its_check_alone_and_named(
-    sound, one: ArtifactFault, seed: int, tmp_path: Path
+    sound, fault: ArtifactFault, seed: int, tmp_path: Path
 ):
-    folder = broken(sound, one, tmp_path / "broken", seed)
-    results = judge_files(folder, sound[one.of].baseline)
-    assert results[one.check].status == "fail"
-    assert one.words in results[one.check].reason
-    assert [name for name, result in results.items() if result.status != "pass"] == [one.check]
+    folder = broken(sound, fault, tmp_path / "broken", seed)
+    results = judge_files(folder, sound[fault.of].baseline)
+    assert results[fault.check].status == "fail"
+    assert fault.words in results[fault.check].reason
+    assert [name for name, result in results.items() if result.status != "pass"] == [fault.check]
 
 
-@pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.name)
-def test_a_checkpoint_that_other_engines_would_misread_is_refused(sound, one: ArtifactFault, tmp_path: Path):
+@pytest.mark.parametrize("fault", REFUSED, ids=lambda fault: fault.name)
+def test_a_checkpoint_that_other_engines_would_misread_is_refused(
+    sound, fault: ArtifactFault, tmp_path: Path
+):
     with pytest.raises(UserError) as refusal:
-        load_model(broken(sound, one, tmp_path / "broken"), device="cpu", progress=False)
-    assert one.words in refusal.value.message
+        load_model(broken(sound, fault, tmp_path / "broken"), device="cpu", progress=False)
+    assert fault.words in refusal.value.message
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,9 @@ def test_another_tools_artifact_is_caught_without_a_manifest(sound, name: str, w
     ],
 )
 def test_quality_says_whether_rounding_is_to_blame(sound, name: str | None, words: str, tmp_path: Path):
-    one = sound[INT4]
-    folder = one.artifact if name is None else broken(sound, FAULTS[name], tmp_path / "broken")
-    result = judge_quality(folder, one.baseline, TOKENS)
+    artifact = sound[INT4]
+    folder = artifact.artifact if name is None else broken(sound, FAULTS[name], tmp_path / "broken")
+    result = judge_quality(folder, artifact.baseline, TOKENS)
     assert result.status == ("pass" if name is None else "fail")
     assert words in result.reason and "smaller groups" not in result.reason
     assert name is not None or result.figures["mean_kl_low"] < result.figures["mean_kl"]

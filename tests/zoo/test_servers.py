@@ -23,7 +23,7 @@ from .conftest import IN_USE, LONG_PROMPTS, LONG_WORKLOAD, MANY_IN_USE, SHORT_WO
 from .server_fault import TOGETHER, Fault
 
 pytestmark = pytest.mark.alone
-HIDDEN = [name for name, one in FAULTS.items() if one.in_use and one.profile is None]
+HIDDEN = [name for name, fault in FAULTS.items() if fault.in_use and fault.profile is None]
 TAKE_LONGER = {THROUGHPUT, DECODE_THROUGHPUT, PROMPT_THROUGHPUT, SPEED_IN_USE, AT_REST, DRIFT}
 """Checks that a load of a few seconds cannot decide."""
 NAMED_TOGETHER = (
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault" in metafunc.fixturenames:
         runs = range(metafunc.config.getoption("--zoo-runs"))
         each = metafunc.config.getoption("--zoo-in-use")
-        chosen = [name for name, one in FAULTS.items() if each or one.profile or not one.in_use]
+        chosen = [name for name, fault in FAULTS.items() if each or fault.profile or not fault.in_use]
         cases = [(name, run) for run in runs for name in chosen]
         kept = [(SHOWN_BY_FEW_BLOCKS, run) for run in runs]
         metafunc.parametrize(
@@ -93,30 +93,30 @@ def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
 
 
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
-    one = FAULTS[fault]
+    injected = FAULTS[fault]
     # What is rare may not happen in the seconds that a curve takes on a fast machine.
-    in_use = one.in_use or one.rare
-    judgement = zoo.judged(fault, workload=replace(workload_for(one), seed=2 + run), in_use=in_use)
+    in_use = injected.in_use or injected.rare
+    judgement = zoo.judged(fault, workload=replace(workload_for(injected), seed=2 + run), in_use=in_use)
     caught = not_passed(judgement)
-    print(f"{fault}, run {run}: {judgement.status}, {measured(judgement, one.check)}, {caught}")
+    print(f"{fault}, run {run}: {judgement.status}, {measured(judgement, injected.check)}, {caught}")
     assert judgement.status == "fail", caught
-    require_named(one, judgement)
+    require_named(injected, judgement)
 
 
-def workload_for(one: Fault) -> WorkloadSettings:
-    if one.profile is not None:
-        return replace(IN_USE, profile=one.profile)
-    if one.in_use:
-        return MANY_IN_USE if one.check == SAMPLING else IN_USE
-    if one.long_prompts:
+def workload_for(fault: Fault) -> WorkloadSettings:
+    if fault.profile is not None:
+        return replace(IN_USE, profile=fault.profile)
+    if fault.in_use:
+        return MANY_IN_USE if fault.check == SAMPLING else IN_USE
+    if fault.long_prompts:
         return LONG_PROMPTS
-    return LONG_WORKLOAD if one.rare else SHORT_WORKLOAD if one.quick else WORKLOAD
+    return LONG_WORKLOAD if fault.rare else SHORT_WORKLOAD if fault.quick else WORKLOAD
 
 
-def require_named(one: Fault, judgement: Judgement) -> None:
+def require_named(fault: Fault, judgement: Judgement) -> None:
     caught = not_passed(judgement)
-    assert one.check in caught, caught
-    assert one.words in caught[one.check] or one.words in measured(judgement, one.check), caught
+    assert fault.check in caught, caught
+    assert fault.words in caught[fault.check] or fault.words in measured(judgement, fault.check), caught
 
 
 @pytest.mark.parametrize(

@@ -37,30 +37,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         kinds = make_sound(EXAMPLE, Path(work))
         for run in range(options.first_run, options.first_run + options.runs):
-            for one in (None, *chosen):
-                folder = kinds[one.of if one else "int4"].copy(
-                    Path(work) / f"{run}-{one.name if one else SOUND}"
+            for fault in (None, *chosen):
+                folder = kinds[fault.of if fault else "int4"].copy(
+                    Path(work) / f"{run}-{fault.name if fault else SOUND}"
                 )
-                missed += not caught(one, folder, kinds, run)
+                missed += not caught(fault, folder, kinds, run)
     sys.exit(1 if missed else 0)
 
 
-def caught(one: ArtifactFault | None, folder: Path, kinds: dict[str, Sound], run: int) -> bool:
+def caught(fault: ArtifactFault | None, folder: Path, kinds: dict[str, Sound], run: int) -> bool:
     """Whether the gate said of this artifact what it should; prints a row."""
     started = time.monotonic()
     failed: dict[str, str] = {}
     try:
-        if one is not None:
-            break_artifact(folder, one, run)
-        baseline = kinds[one.of if one else "int4"].baseline
+        if fault is not None:
+            break_artifact(folder, fault, run)
+        baseline = kinds[fault.of if fault else "int4"].baseline
         verdict = validate(folder, baseline, device="cpu", seed=run, progress=False, **WORKLOAD)
         failed = {check.name: check.reason for check in verdict.checks if check.status == "fail"}
         status = verdict.status
     except UserError as error:
         failed, status = {"refused": error.message}, "refused"
-    right = not failed if one is None else one.words in failed.get(one.check, "")
+    right = not failed if fault is None else fault.words in failed.get(fault.check, "")
     row = (
-        one.name if one else SOUND,
+        fault.name if fault else SOUND,
         status,
         ", ".join(failed) or "-",
         f"{time.monotonic() - started:.0f} s",

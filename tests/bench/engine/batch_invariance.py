@@ -292,7 +292,7 @@ def speed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         del engine
     print(f"{options.format}, {INPUT_LEN}/{options.output_len}: time over tuned's")
     for n in options.n if "tuned" in rates else ():
-        costs = [f"{rates['tuned'][n] / one[n]:>12.3f}" for name, one in rates.items() if name != "tuned"]
+        costs = [f"{rates['tuned'][n] / rate[n]:>12.3f}" for name, rate in rates.items() if name != "tuned"]
         print(f"{n:>4} {rates['tuned'][n]:>9.0f} tok/s" + "".join(costs))
     return {
         "format": options.format,
@@ -327,7 +327,7 @@ def long_contexts(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         print(mode, {cell: round(ms, 3) for cell, ms in steps[mode].items()}, flush=True)
         del engine
     for cell, ms in steps.get("tuned", {}).items():
-        costs = [f"{one[cell] / ms:>8.3f}" for name, one in steps.items() if name != "tuned"]
+        costs = [f"{step[cell] / ms:>8.3f}" for name, step in steps.items() if name != "tuned"]
         print(f"{cell:>12} {ms:>8.3f} ms" + "".join(costs))
     return {"format": options.format, "layers": options.layers, "step_ms": steps}, False
 
@@ -339,7 +339,7 @@ def decode_step(engine: Engine, n: int, length: int, vocabulary: int) -> float:
         prompt = [numbers.randrange(vocabulary) for _ in range(length)]
         # All go on until the last one's prompt has been read.
         engine.add_request(str(index), prompt, greedy(4 * LONG_STEPS))
-    while engine.scheduler.waiting or any(one.is_prefilling for one in engine.scheduler.running):
+    while engine.scheduler.waiting or any(sequence.is_prefilling for sequence in engine.scheduler.running):
         engine.step()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -379,8 +379,8 @@ def beside_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     print("tok/s under pin, ours and vLLM's; time over one's own tuned mode, ours and vLLM's")
     for n in options.n:
         both = ours["tok_s"], rates
-        cells = [f"{one['pin'][n]:>10.0f}" for one in both]
-        print(f"{n:>4}", *cells, *(f"{one['tuned'][n] / one['pin'][n]:>8.3f}" for one in both))
+        cells = [f"{result['pin'][n]:>10.0f}" for result in both]
+        print(f"{n:>4}", *cells, *(f"{result['tuned'][n] / result['pin'][n]:>8.3f}" for result in both))
     return {**ours, "vllm_tok_s": rates}, False
 
 
@@ -439,8 +439,12 @@ def tiles_to_try(m: int, n: int, k: int) -> list[ours.Tile]:
     """The table's, and others of as many rows."""
     tile = ours.tile_for(m, n, k, torch.bfloat16)
     more = [(64, 128, 3, 4), (64, 64, 6, 4), (128, 64, 4, 8)]
-    tried = [tile, *(ours.Tile(tile.bm, *one) for one in more)]
-    fits = [one for one in tried if (one.bm + one.bn) * one.bk * 2 * one.stages <= 220 * 1024]
+    tried = [tile, *(ours.Tile(tile.bm, *sizes) for sizes in more)]
+    fits = [
+        candidate
+        for candidate in tried
+        if (candidate.bm + candidate.bn) * candidate.bk * 2 * candidate.stages <= 220 * 1024
+    ]
     return list(dict.fromkeys(fit for fit in fits if fit.bn * fit.bm <= 128 * 32 * fit.warps))
 
 

@@ -72,12 +72,12 @@ def main() -> None:
         return
     trees = {"before": options.before.resolve(), "after": ROOT}
     models = [str(options.checkpoint.resolve())] if options.checkpoint else options.models
-    rows = [one for model in models for one in compare(model, trees, options)]
+    rows = [row for model in models for row in compare(model, trees, options)]
     if options.out:
         options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(f"\n{'':8} {'N':>4} {'before':>8} {'after':>8} {'ratio':>6}")
     print("\n".join(map(show, rows)))
-    low = [one for one in rows if one["ratio"] < options.floor]
+    low = [row for row in rows if row["ratio"] < options.floor]
     if low:
         sys.exit(f"{len(low)} of {len(rows)} cells are under {options.floor} of before")
 
@@ -116,7 +116,7 @@ def engines(model: str, trees: dict[str, Path], output_len: int) -> Iterator[dic
 def row(model: str, weights: str, n: int, speeds: dict[tuple[str, int, str], list[float]]) -> dict[str, Any]:
     """The best of each tree so far."""
     found = {tree: speeds[weights, n, tree] for tree in TREES}
-    best = {tree: max(one) for tree, one in found.items()}
+    best = {tree: max(speeds) for tree, speeds in found.items()}
     ratio = best["after"] / best["before"]
     return {"model": Path(model).name, "weights": weights, "n": n, **best, "ratio": ratio, "all": found}
 

@@ -118,7 +118,7 @@ def measure_dtype(options: argparse.Namespace, dtype) -> list[dict]:
                 "ratios": [ours / theirs for ours, theirs in pairs],
                 "engine_settings": asdict(config),
                 "transformers_settings": best,
-                "transformers_tried": [{**one, "tok_s": speed} for speed, one in sized],
+                "transformers_tried": [{**settings, "tok_s": speed} for speed, settings in sized],
             }
         )
     return cells

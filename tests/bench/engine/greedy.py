@@ -78,7 +78,7 @@ def main() -> None:
         "new_tokens": options.tokens,
         "near_tie": NEAR_TIE,
         "batch_invariance": options.batch_invariance,
-        "other_than_alone": sum(one != other for one, other in zip(answers, alone, strict=True)),
+        "other_than_alone": sum(answer != other for answer, other in zip(answers, alone, strict=True)),
         "partings": partings,
         "partings_of_generate_batched": batched_partings,
         "compilations": [str(event) for event in engine.stats().compilations],
@@ -87,7 +87,8 @@ def main() -> None:
         write_json(options.out, results)
     show(results)
     furthest, of_generate = (
-        max((one["gap_float32"] for one in found), default=0.0) for found in (partings, batched_partings)
+        max((parting["gap_float32"] for parting in found), default=0.0)
+        for found in (partings, batched_partings)
     )
     kept = results["other_than_alone"] == 0 and furthest <= of_generate
     sys.exit(int(options.batch_invariance != "tuned" and not kept))
@@ -156,17 +157,18 @@ def show(results: dict) -> None:
 
 def show_partings(who: str, partings: list[dict]) -> None:
     far, far_relative = (
-        sum(one[gap] >= NEAR_TIE for one in partings) for gap in ("gap_float32", "gap_relative")
+        sum(parting[gap] >= NEAR_TIE for parting in partings) for gap in ("gap_float32", "gap_relative")
     )
     print(
         f"{who}: {len(partings)} part from generate(), {far} of them further than {NEAR_TIE} from a tie "
         f"in float32, {far_relative} relative to the logits"
     )
-    for one in partings:
+    for parting in partings:
         print(
-            f"prompt {one['prompt']:>3} at {one['position']:>3}: {one['generate']:>6} or {one['other']:>6}, "
-            f"apart {one['gap_bf16']:.4f} in bf16, {one['gap_float32']:.4f} in float32, "
-            f"{one['gap_relative']:.4f} of the greatest logit"
+            f"prompt {parting['prompt']:>3} at {parting['position']:>3}: "
+            f"{parting['generate']:>6} or {parting['other']:>6}, "
+            f"apart {parting['gap_bf16']:.4f} in bf16, {parting['gap_float32']:.4f} in float32, "
+            f"{parting['gap_relative']:.4f} of the greatest logit"
         )
 
 

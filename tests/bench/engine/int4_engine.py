@@ -160,7 +160,7 @@ def decode_split(engine: Engine, n: int) -> dict[str, Any]:
         kernels[name][0] += 1
         kernels[name][1] += end - start
     busy = covered([(start, end) for _, start, end in ran]) * 1e-3 / PROFILED_STEPS
-    longest = sorted(kernels.items(), key=lambda one: -one[1][1])[:KERNELS_KEPT]
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:KERNELS_KEPT]
     return {
         "n": n,
         "step_ms": wall * 1e3,
@@ -190,10 +190,10 @@ def show_split(split: dict[str, Any]) -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(f"\n{'N':>4} {'bf16':>7} {'INT4':>7} {'ratio':>6} {'bar':>5} {'vLLM':>7} {'ratio':>6}")
-    for one in rows:
+    for row in rows:
         print(
-            f"{one['n']:>4} {one['tok_s']['bf16']:>7.0f} {one['tok_s']['int4']:>7.0f} {one['ratio']:>6.3f} "
-            f"{one['bar'] or 0:>5.2f} {one['vllm_int4_tok_s'] or 0:>7} {one['ratio_to_vllm'] or 0:>6.3f}"
+            f"{row['n']:>4} {row['tok_s']['bf16']:>7.0f} {row['tok_s']['int4']:>7.0f} {row['ratio']:>6.3f} "
+            f"{row['bar'] or 0:>5.2f} {row['vllm_int4_tok_s'] or 0:>7} {row['ratio_to_vllm'] or 0:>6.3f}"
         )
 
 

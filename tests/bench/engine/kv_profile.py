@@ -43,11 +43,11 @@ def show(name: str, engine: Engine, cell: tuple[int, int, int]) -> None:
     clock = min(milliseconds(engine, *cell) for _ in range(3))
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         milliseconds(engine, *cell)
-    kernels = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
+    kernels = sorted(trace.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
     total = sum(kernel.self_device_time_total for kernel in kernels) / 1000
     print(f"{name}, {cell}: {clock:.1f} ms, kernels {total:.1f} ms")
-    for one in kernels[:SHOWN]:
-        print(f"  {one.self_device_time_total / 1000:8.2f} ms {one.count:>6} {one.key[:60]}")
+    for event in kernels[:SHOWN]:
+        print(f"  {event.self_device_time_total / 1000:8.2f} ms {event.count:>6} {event.key[:60]}")
     show_gaps(trace)
     sys.stdout.flush()
 

@@ -114,7 +114,10 @@ def row(engines: dict[str, Engine], n: int) -> dict[str, Any]:
         for name, engine in engines.items():
             seconds, _ = wave(engine, n, INPUT_LEN, greedy(OUTPUT_LEN))
             speed[name] = max(speed[name], n * OUTPUT_LEN / seconds)
-    last = [one.token_ids[-1] for one in engines["unquantized"].generate(prompts(n, INPUT_LEN), greedy(64))]
+    last = [
+        completion.token_ids[-1]
+        for completion in engines["unquantized"].generate(prompts(n, INPUT_LEN), greedy(64))
+    ]
     ratio = speed["int4"] / speed["unquantized"]
     print(f"N={n}: {speed}, {ratio:.3f}, {len(set(last))} different tokens", flush=True)
     return {"n": n, "tok_s": speed, "ratio": ratio, "bar": BARS.get(n), "different_tokens": len(set(last))}
@@ -122,24 +125,24 @@ def row(engines: dict[str, Engine], n: int) -> dict[str, Any]:
 
 def add_vllm(rows: list[dict[str, Any]]) -> None:
     script = Path(__file__).parent / "moe_vllm.py"
-    ns = [str(one["n"]) for one in rows]
+    ns = [str(row["n"]) for row in rows]
     command = [sys.executable, "-P", str(script), "--n", *ns, "--repeats", str(REPEATS)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     measured = {load["n"]: load for load in json.loads(answer)}
-    for one in rows:
-        theirs = measured[one["n"]]
-        one["vllm_tok_s"] = theirs["tok_s"]
-        one["vllm_different_tokens"] = theirs["different_tokens"]
-        one["ratio_to_vllm"] = one["tok_s"]["unquantized"] / theirs["tok_s"]
+    for row in rows:
+        theirs = measured[row["n"]]
+        row["vllm_tok_s"] = theirs["tok_s"]
+        row["vllm_different_tokens"] = theirs["different_tokens"]
+        row["ratio_to_vllm"] = row["tok_s"]["unquantized"] / theirs["tok_s"]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(f"\n{'N':>4} {'bf16':>7} {'INT4':>7} {'ratio':>6} {'bar':>5} {'vLLM':>7} {'ratio':>6} {'bar':>5}")
-    for one in rows:
+    for row in rows:
         print(
-            f"{one['n']:>4} {one['tok_s']['unquantized']:>7.0f} {one['tok_s']['int4']:>7.0f} "
-            f"{one['ratio']:>6.3f} {one['bar'] or 0:>5.2f} {one.get('vllm_tok_s', 0):>7.0f} "
-            f"{one.get('ratio_to_vllm', 0):>6.3f} {VLLM_BAR:>5.2f}"
+            f"{row['n']:>4} {row['tok_s']['unquantized']:>7.0f} {row['tok_s']['int4']:>7.0f} "
+            f"{row['ratio']:>6.3f} {row['bar'] or 0:>5.2f} {row.get('vllm_tok_s', 0):>7.0f} "
+            f"{row.get('ratio_to_vllm', 0):>6.3f} {VLLM_BAR:>5.2f}"
         )
 
 

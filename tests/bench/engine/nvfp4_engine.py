@@ -173,7 +173,7 @@ def our_engine(checkpoint: Path, model: str, device: str, ns: list[int]) -> tupl
     }
 
     def generate(prompts: list[list[int]], tokens: int) -> list[int]:
-        return [len(one.token_ids) for one in engine.generate(prompts, greedy(tokens))]
+        return [len(completion.token_ids) for completion in engine.generate(prompts, greedy(tokens))]
 
     return described, {
         "wave": lambda n, tokens: wave(generate, random_prompts(n, INPUT_LEN, model), tokens),
@@ -203,7 +203,10 @@ def vllm_engine(checkpoint: Path, model: str, device: str, ns: list[int]) -> tup
     def generate(prompts: list[list[int]], tokens: int) -> list[int]:
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         asked = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return [len(one.outputs[0].token_ids) for one in llm.generate(requests, asked, use_tqdm=False)]
+        return [
+            len(completion.outputs[0].token_ids)
+            for completion in llm.generate(requests, asked, use_tqdm=False)
+        ]
 
     described = {"vllm": vllm.__version__, "warm_after_s": time.perf_counter() - began}
     return described, {
@@ -228,13 +231,13 @@ def wave(
 def show(rows: list[dict[str, Any]], rival_rows: list[dict[str, Any]], splits: list[dict[str, Any]]) -> None:
     from scalegate.tests.bench.engine.int4_engine import show_split
 
-    for one in splits:
-        show_split(one)
+    for split in splits:
+        show_split(split)
     bars = {"nvfp4/bf16": OUR_BAR, "nvfp4/vllm": VLLM_BAR, f"nvfp4/{RIVAL}": "1 from N=4"}
-    for one in rows + rival_rows:
-        speeds = "  ".join(f"{side} {speed:.0f}" for side, speed in one["tok_s"].items())
-        ratios = "  ".join(f"{name} {ratio:.3f} (bar {bars[name]})" for name, ratio in one["ratios"].items())
-        print(f"N={one['n']:>3}: {speeds}  {ratios}")
+    for row in rows + rival_rows:
+        speeds = "  ".join(f"{side} {speed:.0f}" for side, speed in row["tok_s"].items())
+        ratios = "  ".join(f"{name} {ratio:.3f} (bar {bars[name]})" for name, ratio in row["ratios"].items())
+        print(f"N={row['n']:>3}: {speeds}  {ratios}")
 
 
 if __name__ == "__main__":

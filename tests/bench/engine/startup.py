@@ -55,12 +55,13 @@ def main() -> None:
         checkpoint = (options.checkpoint or random_checkpoint(Path(folder) / "qwen3-8b")).resolve()
         found = {state: timed_starts(trees, checkpoint, options, Path(folder)) for state in BARS}
     for state, stages in found.items():
-        for tree, one in stages.items():
-            seconds = f"{one['first_token']:.1f} s (bar {BARS[state]:.0f})"
-            print(f"{tree}, {state}: first token after {seconds}; {one}")
+        for tree, times in stages.items():
+            seconds = f"{times['first_token']:.1f} s (bar {BARS[state]:.0f})"
+            print(f"{tree}, {state}: first token after {seconds}; {times}")
     if options.before:
         ratios = {
-            state: one["before"]["first_token"] / one["after"]["first_token"] for state, one in found.items()
+            state: times["before"]["first_token"] / times["after"]["first_token"]
+            for state, times in found.items()
         }
         print(f"speed of after, of before's: {ratios} (bar {LEAST_OF_BEFORE})")
         results = {**found, "ratios": ratios}

@@ -254,10 +254,14 @@ def told(verdict: dict[str, Any]) -> dict[str, Any]:
 def all_failures(work: Path, real: str, options: argparse.Namespace) -> list[Row]:
     folder = made("example", work / "failures", options.device)
     quantized(folder, "iq2-xxs", options.device)
-    chosen = {name: one for name, one in failures(real).items() if not options.cases or name in options.cases}
+    chosen = {
+        name: failure
+        for name, failure in failures(real).items()
+        if not options.cases or name in options.cases
+    }
     before = gpu_mib_used()
 
-    def one(name: str, failure: Failure) -> Row:
+    def fail(name: str, failure: Failure) -> Row:
         command = real if failure.command is None else script(work / name / "vllm", failure.command)
         words = f"{SMALL_LOAD} {failure.words}"
         watch = None if failure.kill is None else killer(failure.kill)
@@ -268,7 +272,7 @@ def all_failures(work: Path, real: str, options: argparse.Namespace) -> list[Row
         return row
 
     with ThreadPoolExecutor(4) as threads:
-        rows = list(threads.map(one, chosen, chosen.values()))
+        rows = list(threads.map(fail, chosen, chosen.values()))
     if options.shared:
         return rows
     left = gpu_mib_used() - before

@@ -228,7 +228,7 @@ class Tally:
         if "fail" not in statuses:
             statuses.add(check_speed_in_use(in_use, BOUNDS, scatter_of(measured)).status)
             self.in_use_failed += "fail" in statuses
-        self.verdicts[next(one for one in ("fail", "inconclusive", "pass") if one in statuses)] += 1
+        self.verdicts[next(status for status in ("fail", "inconclusive", "pass") if status in statuses)] += 1
         self.blocks_per_m += fmean(len(level.blocks) for level in measured)
 
     def shares(self, runs: int) -> dict[str, float]:

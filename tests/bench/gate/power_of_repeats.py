@@ -66,12 +66,12 @@ def paused(repeat: Repeat, began: float, every: float, seconds: float, phase: fl
         lost, is_filling = end - now, served < filled
         filling, decoding = filling + lost * is_filling, decoding + lost * (not is_filling)
         gap = Gap(now - began, lost)
-        longest[is_filling] = max(longest[is_filling], gap, key=lambda one: one.seconds)
+        longest[is_filling] = max(longest[is_filling], gap, key=lambda candidate: candidate.seconds)
         now = end
     if not filling + decoding:
         return repeat
     tokens = max(1, repeat.output_tokens // max(1, repeat.requests) - 1)
-    longest_gap = max(one.seconds for one in longest.values())
+    longest_gap = max(gap.seconds for gap in longest.values())
     return replace(
         repeat,
         duration=repeat.duration + filling + decoding,

@@ -32,12 +32,12 @@ def main() -> None:
         kept = options.checkpoints or Path(folder)
         baseline, artifact = checkpoints(kept, options.model, ARTIFACT)
         _, rival = checkpoints(kept, options.model, RIVAL)
-        for name, one, other, ms, expected in [
+        for name, subject, other, ms, expected in [
             ("nvfp4 against iq2-xxs", artifact, rival, options.m, "pass"),
             ("iq2-xxs against nvfp4", rival, artifact, options.swapped_m, "fail"),
         ]:
             if ms:
-                results[name] = {"expected": expected, **measured(one, other, baseline, ms, options)}
+                results[name] = {"expected": expected, **measured(subject, other, baseline, ms, options)}
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     wrong = [

@@ -156,11 +156,11 @@ def answers_of(verdict: int, drawn: random.Random, tokens: int) -> list[PlannedA
     for index in range(REQUESTS_FOR_SEVERAL):
         temperature = TEMPERATURES_OF_CHOICES[index % len(TEMPERATURES_OF_CHOICES)]
         length = max(LEAST_ANSWER, log_uniform(drawn, SHORTEST, LONGEST) // CHOICES)
-        one = PlannedAnswer(
+        planned = PlannedAnswer(
             verdict, temperature, length, 0, is_chat=index % 3 == 1, is_streamed=index % 3 != 2
         )
-        asked += [replace(one, choice=choice) for choice in range(CHOICES)]
-        asked += [replace(one, choice=choice, is_crossed=True) for choice in range(1, CHOICES)]
+        asked += [replace(planned, choice=choice) for choice in range(CHOICES)]
+        asked += [replace(planned, choice=choice, is_crossed=True) for choice in range(1, CHOICES)]
     return asked
 
 

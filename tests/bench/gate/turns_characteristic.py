@@ -122,10 +122,12 @@ def verdict(ratios: Sequence[float], block: float, machine: Machine) -> tuple[st
                 values.append(math.log(ratio) + speeds["artifact"] - speeds["baseline"] + noise)
         if group + 1 in test.looks:
             decisions = decide_all(series, test)
-            if all(one.final for one in decisions) or any(one.status == "fail" for one in decisions):
+            if all(decision.final for decision in decisions) or any(
+                decision.status == "fail" for decision in decisions
+            ):
                 break
-    statuses = {one.status for one in decisions}
-    return next(one for one in ("fail", "inconclusive", "pass") if one in statuses), group + 1
+    statuses = {decision.status for decision in decisions}
+    return next(status for status in ("fail", "inconclusive", "pass") if status in statuses), group + 1
 
 
 def decided_row(ratio: float, block: float, runs: int) -> dict[str, Any]:

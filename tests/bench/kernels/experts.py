@@ -236,7 +236,7 @@ def forms_of(kind: str, name: str, bucket: int) -> list[Form]:
     """What the table says comes first."""
     table = unquantized.TILES if kind == "bf16" else packed.TILES
     tried = dict.fromkeys([(BLOCK_ROWS[bucket], table[bucket]), *candidates(kind, bucket)])
-    return [Form(kind, name, *one) for one in tried if shared_bytes(kind, *one) <= 220 * 1024]
+    return [Form(kind, name, *sizes) for sizes in tried if shared_bytes(kind, *sizes) <= 220 * 1024]
 
 
 def compile_form(form: Form) -> None:
@@ -269,8 +269,8 @@ def tune(weights: dict[str, dict], budget: TimingBudget, tokens: Sequence[int]) 
         {
             form
             for bucket in {bucket_of(count * TOP_K, EXPERTS) for count in tokens}
-            for one in kinds_and_names
-            for form in forms_of(*one, bucket)
+            for pair in kinds_and_names
+            for form in forms_of(*pair, bucket)
         }
     )
     return [

@@ -98,8 +98,8 @@ def wrong(call: Callable[[int], Tensor], expected: Tensor) -> bool:
 def measure_shape(n: int, k: int, ms: list[int], device: torch.device) -> list[dict[str, Any]]:
     weight = random_int4(n, k, GROUP_SIZE, False, device)
     exact = exact_weight(weight).float()
-    one = SWAP_AB.pack(weight, torch.bfloat16)
-    copies = copies_of(one, max(2, int(ROTATED_BYTES // one.nbytes)))
+    packed = SWAP_AB.pack(weight, torch.bfloat16)
+    copies = copies_of(packed, max(2, int(ROTATED_BYTES // packed.nbytes)))
     dense = [exact.to(torch.bfloat16) for _ in range(max(2, int(ROTATED_BYTES // (2 * n * k))))]
     rows = []
     for m in ms:

@@ -150,8 +150,10 @@ def main() -> None:
     }
     print(f"{result['device']}: copy {copy / 1e12:.2f} TB/s; requests of 4k beside bf16's, writing in µs:")
     print({name: round(value, 2) for name, value in result["capacity_at_4k"].items()})
-    for one in result["flush"]:
-        print(one["kv_format"], {due: round(time, 1) for due, time in one["microseconds_by_due"].items()})
+    for timing in result["flush"]:
+        print(
+            timing["kv_format"], {due: round(time, 1) for due, time in timing["microseconds_by_due"].items()}
+        )
     for name in options.formats:
         for batch, context in CELLS:
             row = measure(name, batch, context, copy)

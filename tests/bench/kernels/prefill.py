@@ -141,7 +141,7 @@ def main() -> None:
             for name in KERNELS[pages]:
                 row = kernel_cell(name, *cell, pages)
                 result["kernels"].append(row)
-                shown = (f"{one:.4g}" if isinstance(one, float) else one for one in row.values())
+                shown = (f"{value:.4g}" if isinstance(value, float) else value for value in row.values())
                 print(*shown, flush=True)
     for name in options.formats:
         with tempfile.TemporaryDirectory() as folder:

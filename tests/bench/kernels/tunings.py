@@ -57,7 +57,7 @@ def main() -> None:
                 options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print("\nmedians")
     for way, rounds in found.items():
-        medians = (statistics.median(one[n] for one in rounds) for n in rounds[0])
+        medians = (statistics.median(turn[n] for turn in rounds) for n in rounds[0])
         print(f"{way:<40}" + "".join(f"{ms:10.3f}" for ms in medians))
 
 

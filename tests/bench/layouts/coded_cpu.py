@@ -128,7 +128,7 @@ def measure(product: Product, spec: WeightFormat, seconds: float) -> dict[str, d
     problem = Problem(spec, product.n, product.k, torch.bfloat16, CPU)
     weight = problem.spec.random(product.n, product.k, CPU)
     dense = [weight.dequantize(torch.bfloat16) for _ in range(product.copies)]
-    blocks = [torch.ops.mkldnn._reorder_linear_weight(one, None) for one in dense]
+    blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in dense]
     layouts = {
         name: [cloned(LAYOUTS[name].pack(weight, torch.bfloat16)) for _ in range(product.copies)]
         for name in LAYOUTS_OF_FORMATS

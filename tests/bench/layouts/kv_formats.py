@@ -138,7 +138,7 @@ def run(engine: Engine, n: int, model: str, options: argparse.Namespace) -> dict
 
 
 def medians(runs: list[dict]) -> dict[str, float]:
-    return {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 def show(model_name: str, name: str, formats: dict[str, dict]) -> None:

@@ -114,11 +114,11 @@ def curve(choice: ShapeChoice, layout: str) -> dict[str, object]:
         "lowest_ratio": round(lowest_ratio(choice, layout), 3),
         "by_m": {
             str(m): {
-                "microseconds": round(one.microseconds, 1),
-                "unquantized": round(one.baseline_microseconds, 1),
-                "ratio": round(one.ratio, 3),
+                "microseconds": round(measurement.microseconds, 1),
+                "unquantized": round(measurement.baseline_microseconds, 1),
+                "ratio": round(measurement.ratio, 3),
             }
-            for m, one in choice.curve(layout).items()
+            for m, measurement in choice.curve(layout).items()
         },
     }
 
@@ -126,7 +126,7 @@ def curve(choice: ShapeChoice, layout: str) -> dict[str, object]:
 def show(row: dict) -> None:
     print(f"{row['shape']}: picked {row['picks']}, {row['seconds_a_choice']} s a choice")
     for layout, figures in row["layouts"].items():
-        ratios = "  ".join(f"{m}: {one['ratio']:.2f}" for m, one in figures["by_m"].items())
+        ratios = "  ".join(f"{m}: {measurement['ratio']:.2f}" for m, measurement in figures["by_m"].items())
         print(f"  {layout:18} mean {figures['mean_ratio']:.2f}  {ratios}", flush=True)
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     artifact = Artifact.read(options.artifact)
     table = artifact.quantization[SENSITIVITY]
     found = {"checkpoint": Path(artifact.source).name} | bounds(
-        [Group.from_json(one) for one in table[GROUPS]]
+        [Group.from_json(entry) for entry in table[GROUPS]]
     )
     write_json(options.out, found)
     print(json.dumps(found, indent=1))

@@ -87,7 +87,7 @@ THEIRS = {
 
 def candidates(int8: bool, spec: WeightFormat) -> list[WeightFormat]:
     """What a budget may choose from for `spec`."""
-    return [one for one in all_candidates(spec) if int8 or not isinstance(one, Int8)]
+    return [candidate for candidate in all_candidates(spec) if int8 or not isinstance(candidate, Int8)]
 
 
 def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -> None:
@@ -123,10 +123,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     """Everything a checkpoint holds, dequantized to fp32, by the parameter's name."""
     checkpoint = open_checkpoint(folder)
     stored = convention_of(checkpoint).modules(checkpoint)
-    packed = {tensor for one in stored.values() for tensor in one.tensors}
+    packed = {tensor for weight in stored.values() for tensor in weight.tensors}
     found = {name: checkpoint.read(name).float() for name in checkpoint.tensors if name not in packed}
-    for module, one in stored.items():
-        weight = one.read()
+    for module, stored_weight in stored.items():
+        weight = stored_weight.read()
         found[f"{module}.weight"] = (
             weight.dequantize(torch.float32) if isinstance(weight, Weight) else weight.float()
         )
@@ -173,7 +173,7 @@ def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, An
             if path.is_file() and name != "unquantized":
                 continue
             if name == "unquantized" and all(
-                (work / "scores" / f"{one}-{options.context}-{start}.pt").is_file() for one in names
+                (work / "scores" / f"{name}-{options.context}-{start}.pt").is_file() for name in names
             ):
                 continue
             state = model.state_dict()
@@ -205,7 +205,7 @@ def report(
     def apart(name: str, other: str) -> dict[str, float]:
         """How far from `other`: nats and KL, slice by slice, and the standard error of that."""
         pairs = zip(parts(name), parts(other), strict=True)
-        differences = torch.stack([(one - held).mean(0)[:2] for one, held in pairs])
+        differences = torch.stack([(figures - held).mean(0)[:2] for figures, held in pairs])
         error = differences.std(0) / len(differences) ** 0.5
         return {
             f"{kind}{what}": float(values[index])
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    options.others = dict(one.split("=", 1) for one in options.others)
+    options.others = dict(word.split("=", 1) for word in options.others)
     results = json.loads(options.out.read_text())["checkpoints"] if options.out.is_file() else {}
     for path in options.checkpoints:
         measure(path.resolve(), options, results)

@@ -183,7 +183,7 @@ def calibrated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = torch.device(options.device)
     recipe, _, sequences_asked = options.job.partition(":")
     job = prepare(checkpoint, load_recipe(recipe), None, device, "self")
-    linears = [one.linear for one in job.tasks.in_order if one.linear is not None and one.is_quantized]
+    linears = [task.linear for task in job.tasks.in_order if task.linear is not None and task.is_quantized]
     count, tokens = map(int, (sequences_asked or options.sequences).split("x"))
     vocabulary = json.loads((options.checkpoint / "config.json").read_text())["vocab_size"]
     generator = torch.Generator().manual_seed(7)
@@ -296,8 +296,8 @@ def show(jobs: dict[str, dict[str, Any]]) -> None:
             more = drawing["loading"] + job["draws"] * drawing["a_sequence"]
             drawn, whole = f" + {more:.0f} s of drawing {job['draws']} sequences", whole + more
         print(
-            f"{name}: {', '.join(f'{one:.1f}' for one in seconds)} s a layer; {job['all_layers']} of them"
-            f"{drawn}: {whole:.0f} s, {memory}",
+            f"{name}: {', '.join(f'{elapsed:.1f}' for elapsed in seconds)} s a layer; "
+            f"{job['all_layers']} of them{drawn}: {whole:.0f} s, {memory}",
             flush=True,
         )
 

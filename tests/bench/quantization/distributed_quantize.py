@@ -236,8 +236,8 @@ def kill_and_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]
         "made_again": sum(again[name] != inode for name, inode in kept.items()),
         "equal": equal(whole, out),
     }
-    for one in (whole, out):
-        shutil.rmtree(one)
+    for target in (whole, out):
+        shutil.rmtree(target)
     say(f"killed and resumed: {found}")
     return found
 
@@ -269,9 +269,9 @@ def finish(job: subprocess.Popen[bytes]) -> None:
         raise SystemExit(f"quantize ended with status {job.returncode}")
 
 
-def equal(one: Path, other: Path) -> bool:
+def equal(first: Path, other: Path) -> bool:
     """The same manifest, and of the second the very bytes that it records."""
-    same = (one / MANIFEST_NAME).read_bytes() == (other / MANIFEST_NAME).read_bytes()
+    same = (first / MANIFEST_NAME).read_bytes() == (other / MANIFEST_NAME).read_bytes()
     return same and not Artifact.read(other).changed_files(other)
 
 

@@ -46,10 +46,10 @@ def by_way_of_gguf(checkpoint: Path, calibration: Path | None) -> tuple[dict[str
         tensors = {tensor.name: tensor for tensor in GGUFReader(file.path).tensors}
         names = Architecture.of(artifact.source, artifact.config)
         weights, same = {}, True
-        for module, one in stored.items():
+        for module, weight in stored.items():
             tensor = tensors[names.tensor_name(f"{module}.weight")]
             weights[module] = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-            same &= torch.equal(weights[module], one.read().dequantize(torch.float32))
+            same &= torch.equal(weights[module], weight.read().dequantize(torch.float32))
         return weights, same
 
 
@@ -68,7 +68,8 @@ def alike(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By our quantizer with all inputs of equal importance."""
     spec = IQ2XXS()
     return {
-        name: quantize_iq2_xxs(one, spec).weight.dequantize(torch.float32) for name, one in weights.items()
+        name: quantize_iq2_xxs(weight, spec).weight.dequantize(torch.float32)
+        for name, weight in weights.items()
     }
 
 
@@ -91,7 +92,9 @@ def solvers(
 
 def linear_weights(model: nn.Module, checkpoint: Path) -> dict[str, Tensor]:
     stored = open_checkpoint(checkpoint)
-    names = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and name != "lm_head"]
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
+    ]
     return {name: stored.read(f"{name}.weight") for name in names}
 
 

@@ -130,8 +130,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    for name, one in RIVALS.items():
-        KV_FORMATS.add(name, one)
+    for name, rival in RIVALS.items():
+        KV_FORMATS.add(name, rival)
     formats = options.formats or [name for name in KV_FORMATS if name != "unquantized"]
     kept = options.out.with_suffix(".tokens.pt")
     tokens: dict[str, Tensor] = torch.load(kept) if kept.exists() else {}
@@ -193,7 +193,8 @@ def scales_for(name: str, largest: dict[int, tuple[float, float]]) -> dict[int, 
     if holds is None:
         return {}
     return {
-        layer: KVScales(*(torch.tensor([one / holds]) for one in pair)) for layer, pair in largest.items()
+        layer: KVScales(*(torch.tensor([magnitude / holds]) for magnitude in pair))
+        for layer, pair in largest.items()
     }
 
 

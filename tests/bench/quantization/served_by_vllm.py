@@ -36,10 +36,10 @@ def main() -> None:
         tokens.write_text(json.dumps(prompts))
         subprocess.run([options.vllm_python, TOOL, tokens, told], check=True)
         rows = [row(json.loads(line), prompts) for line in told.read_text().splitlines()]
-    for one in rows:
-        print(json.dumps(one))
-    compared = [one for one in rows if "difference" in one]
-    apart = [one for one in compared if abs(one["difference"]) > BOUND]
+    for comparison in rows:
+        print(json.dumps(comparison))
+    compared = [row for row in rows if "difference" in row]
+    apart = [row for row in compared if abs(row["difference"]) > BOUND]
     print(f"{len(compared)} compared, {len(rows) - len(compared)} not loaded, {len(apart)} apart")
     if options.out:
         options.out.write_text(json.dumps({"bound": BOUND, "rows": rows}, indent=1) + "\n")
@@ -65,10 +65,10 @@ def row(told: dict[str, Any], prompts: dict[str, list[list[int]]]) -> dict[str, 
     found = {"artifact": told["artifact"], "vllm": told["vllm"]}
     if "refused" in told:
         return found | {"refused": told["refused"]}
-    theirs = [one for prompt in told["log_probabilities"] for one in prompt]
+    theirs = [value for prompt in told["log_probabilities"] for value in prompt]
     try:
         model = load_model(told["artifact"], progress=False, device="cpu", dtype=torch.float32).model
-        ours = [one for prompt in prompts[told["artifact"]] for one in log_probabilities(model, prompt)]
+        ours = [value for prompt in prompts[told["artifact"]] for value in log_probabilities(model, prompt)]
     except Exception as error:
         return found | {"not_loaded_here": f"{type(error).__name__}: {error}"[:400]}
     return found | {

@@ -39,13 +39,16 @@ def main() -> None:
         artifacts = {recipe: Path(folder) / Path(recipe).stem for recipe in options.recipes}
         for recipe, artifact in artifacts.items():
             quantize(options.checkpoint, recipe, out=artifact, progress=False)
-        scores = {recipe: threads.submit(theirs, one, windows) for recipe, one in artifacts.items()}
-        served = {recipe: threads.submit(served_by_vllm, one) for recipe, one in artifacts.items()}
-        mine = {recipe: ours(one, windows) for recipe, one in artifacts.items()}
+        scores = {recipe: threads.submit(theirs, artifact, windows) for recipe, artifact in artifacts.items()}
+        served = {recipe: threads.submit(served_by_vllm, artifact) for recipe, artifact in artifacts.items()}
+        mine = {recipe: ours(artifact, windows) for recipe, artifact in artifacts.items()}
         unquantized = ours(options.checkpoint, windows)
         for recipe, score in scores.items():
             print(recipe, mine[recipe], score.result(), flush=True)
-        rows = [row(one, mine[one], scores[one].result(), served[one].result()) for one in artifacts]
+        rows = [
+            row(artifact, mine[artifact], scores[artifact].result(), served[artifact].result())
+            for artifact in artifacts
+        ]
     results = {
         "checkpoint": options.checkpoint.name,
         "bound": BOUND,
@@ -55,7 +58,7 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(results, indent=1))
-    sys.exit(not all(one["holds"] for one in rows))
+    sys.exit(not all(row["holds"] for row in rows))
 
 
 def arguments() -> argparse.Namespace:

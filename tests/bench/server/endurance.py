@@ -224,11 +224,11 @@ async def answer(
         else:
             lines = [line async for line in response.content if line.startswith(b"data: {")]
             bodies = [json.loads(line.removeprefix(b"data: ")) for line in lines]
-    for one in bodies:
-        if "error" in one:
-            raise RuntimeError(str(one["error"]))
-        tokens += sum(len(choice["token_ids"]) for choice in one["choices"])
-        usage = one.get("usage") or usage
+    for content in bodies:
+        if "error" in content:
+            raise RuntimeError(str(content["error"]))
+        tokens += sum(len(choice["token_ids"]) for choice in content["choices"])
+        usage = content.get("usage") or usage
     return tokens, (usage["prompt_tokens"], usage["completion_tokens"])
 
 

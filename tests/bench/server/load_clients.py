@@ -44,7 +44,7 @@ def main() -> None:
             if executable := getattr(options, name):
                 report[name] = run(endpoint, checkpoint, executable, Path(folder))
                 print(name, report[name])
-    report["passed"] = all(one["passed"] for one in report.values() if isinstance(one, dict))
+    report["passed"] = all(figures["passed"] for figures in report.values() if isinstance(figures, dict))
     write_json(options.out, report)
     sys.exit(not report["passed"])
 
@@ -61,8 +61,8 @@ def run_guidellm(endpoint: Endpoint, checkpoint: Path, guidellm: str, folder: Pa
     subprocess.run([*command, "--output", f"kind=json,path={out}"], check=True, stdout=sys.stderr)
     benchmarks = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
     requests = [benchmark["requests"] for benchmark in benchmarks]
-    done = [request for one in requests for request in one["successful"]]
-    errors = [request for one in requests for request in one["errored"]]
+    done = [request for record in requests for request in record["successful"]]
+    errors = [request for record in requests for request in record["errored"]]
     exact = sum(request["output_metrics"]["text_tokens"] == OUTPUT for request in done)
     return {
         "version": version_of(guidellm, "guidellm"),

@@ -59,7 +59,7 @@ def main() -> None:
             checkpoint = Path(work) / "checkpoint"
             make_checkpoint(options.checkpoint, checkpoint, options.device)
         rows = compared(checkpoint, Path(work), options)
-    sys.exit(not all(one["passed"] for one in rows))
+    sys.exit(not all(row["passed"] for row in rows))
 
 
 def compared(checkpoint: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def row(
         for name in medians["ours"]
         if medians["vllm"][name]
     }
-    failed = sum(one["failed"] for each in figures.values() for one in each)
+    failed = sum(run["failed"] for each in figures.values() for run in each)
     passed = not failed and all(abs(apart[name]) <= APART for name in BOUND)
     said = "ok" if passed else "MISS"
     print(
@@ -118,7 +118,7 @@ def row(
 
 
 def medians_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: round(median(one[name] for one in rounds), 3) for name in rounds[0]}
+    return {name: round(median(turn[name] for turn in rounds), 3) for name in rounds[0]}
 
 
 def by_ours(endpoint: Endpoint, m: int, requests: int, seed: int) -> dict[str, float]:

@@ -148,50 +148,61 @@ class Engine:
 
 
 def run_engine(options: argparse.Namespace) -> None:
-    """The child: an engine, and what it is asked."""
-    from vllm import LLM, SamplingParams
-
+    """The child: load an engine, then answer each line of the input."""
     started = time.perf_counter()
-    longest = max(sum(map(int, length.split("x"))) for length in options.lengths)
-    most = max(options.n)
-    sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *options.n})
-    fields = SHAPES[options.shape]
-    heads = fields["num_key_value_heads"] // options.tensor_parallel_size
-    layers = options.layers or fields["num_hidden_layers"]
-    bytes_a_token = 2 * 2 * heads * fields["head_dim"] * layers
-    llm = LLM(
-        model=str(folder_of(options, options.child)), skip_tokenizer_init=True, dtype=options.dtype,
-        max_model_len=max(1024, longest + 8), max_num_seqs=most, max_num_batched_tokens=8192,
-        enable_prefix_caching=False, seed=0, gpu_memory_utilization=0.1,
-        # Told, and not found by looking at what is free: other engines start at the same time.
-        kv_cache_memory_bytes=int(1.05 * bytes_a_token * most * (longest + 32)) + (256 << 20),
-        tensor_parallel_size=options.tensor_parallel_size,
-        compilation_config={"cudagraph_capture_sizes": [size for size in sizes if size <= max(most, 512)]},
-    )  # fmt: skip
+    engine = VllmEngine(options)
+    answer_to = {"measure": engine.measure, "score": engine.score, "traffic": engine.traffic}
+    engine.seconds_of(2, 64, 8)
+    print("ANSWER", json.dumps([{"start_s": time.perf_counter() - started}]), flush=True)
+    for line in sys.stdin:
+        word, *rest = line.split()
+        print("ANSWER", json.dumps(answer_to[word](*rest)), flush=True)
 
-    def generate(n: int, prompt: int, answer: int) -> float:
-        requests = [{"prompt_token_ids": ids} for ids in random_prompts(n, prompt, options.shape)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+
+class VllmEngine:
+    """A vLLM engine in this process, and what it measures."""
+
+    def __init__(self, options: argparse.Namespace):
+        from vllm import LLM
+
+        self.options = options
+        self.longest = max(sum(map(int, length.split("x"))) for length in options.lengths)
+        most = max(options.n)
+        sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *options.n})
+        self.llm = LLM(
+            model=str(folder_of(options, options.child)), skip_tokenizer_init=True, dtype=options.dtype,
+            max_model_len=max(1024, self.longest + 8), max_num_seqs=most, max_num_batched_tokens=8192,
+            enable_prefix_caching=False, seed=0, gpu_memory_utilization=0.1,
+            # Told, and not found by looking at what is free: other engines start at the same time.
+            kv_cache_memory_bytes=int(1.05 * bytes_a_token(options) * most * (self.longest + 32)) + 2**28,
+            tensor_parallel_size=options.tensor_parallel_size,
+            compilation_config={"cudagraph_capture_sizes": [n for n in sizes if n <= max(most, 512)]},
+        )  # fmt: skip
+
+    def seconds_of(self, n: int, prompt: int, answer: int) -> float:
+        requests = [{"prompt_token_ids": ids} for ids in random_prompts(n, prompt, self.options.shape)]
         begun = time.perf_counter()
-        answers = llm.generate(requests, sampling, use_tqdm=False)
+        answers = self.llm.generate(requests, greedy(answer), use_tqdm=False)
         seconds = time.perf_counter() - begun
         if [len(each.outputs[0].token_ids) for each in answers] != [answer] * n:
             raise RuntimeError("tokens are missing")
         return seconds
 
-    def measure(length: str) -> list[dict[str, Any]]:
+    def measure(self, length: str) -> list[dict[str, Any]]:
         prompt, answer = map(int, length.split("x"))
         found = []
-        for n in options.n:
-            generate(n, prompt, min(answer, 8))
-            first, whole = generate(n, prompt, 1), generate(n, prompt, answer)
+        for n in self.options.n:
+            self.seconds_of(n, prompt, min(answer, 8))
+            first, whole = self.seconds_of(n, prompt, 1), self.seconds_of(n, prompt, answer)
             found.append({"length": length, "n": n, "tok_s": n * answer / whole, "first_s": first})
         return found
 
-    def score() -> list[dict[str, Any]]:
-        texts = random_prompts(TEXTS, TEXT_TOKENS, options.shape)
+    def score(self) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        texts = random_prompts(TEXTS, TEXT_TOKENS, self.options.shape)
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
+        answers = self.llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
         logprobs = [
             each[token].logprob
             for ids, answer in zip(texts, answers, strict=True)
@@ -199,29 +210,33 @@ def run_engine(options: argparse.Namespace) -> None:
         ]
         return [{"logprobs": logprobs}]
 
-    def traffic(count: str) -> list[dict[str, Any]]:
+    def traffic(self, count: str) -> list[dict[str, Any]]:
         """Requests all at once, more than run together, of prompts and answers of many lengths."""
         drawn = random.Random(0)
-        lengths = [int(2 ** drawn.uniform(0, math.log2(longest - TRAFFIC_ANSWER))) for _ in range(int(count))]
+        most = math.log2(self.longest - TRAFFIC_ANSWER)
+        lengths = [int(2 ** drawn.uniform(0, most)) for _ in range(int(count))]
         tokens = [drawn.randint(1, TRAFFIC_ANSWER) for _ in lengths]
-        text = random_prompts(1, longest, options.shape)[0]
+        text = random_prompts(1, self.longest, self.options.shape)[0]
         requests = [{"prompt_token_ids": text[:length]} for length in lengths]
-        sampling = [
-            SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True, detokenize=False)
-            for each in tokens
-        ]
         begun = time.perf_counter()
-        answers = llm.generate(requests, sampling, use_tqdm=False)
+        answers = self.llm.generate(requests, [greedy(each) for each in tokens], use_tqdm=False)
         given = [len(answer.outputs[0].token_ids) for answer in answers]
         whole = sum(map(int.__eq__, given, tokens))
         return [{"requests": len(requests), "whole": whole, "seconds": time.perf_counter() - begun}]
 
-    answer_to = {"measure": measure, "score": score, "traffic": traffic}
-    generate(2, 64, 8)
-    print("ANSWER", json.dumps([{"start_s": time.perf_counter() - started}]), flush=True)
-    for line in sys.stdin:
-        word, *rest = line.split()
-        print("ANSWER", json.dumps(answer_to[word](*rest)), flush=True)
+
+def bytes_a_token(options: argparse.Namespace) -> int:
+    """Return the bytes of a token's keys and values in 16 bits, on each GPU."""
+    fields = SHAPES[options.shape]
+    heads = fields["num_key_value_heads"] // options.tensor_parallel_size
+    return 2 * 2 * heads * fields["head_dim"] * (options.layers or fields["num_hidden_layers"])
+
+
+def greedy(tokens: int) -> Any:
+    """Return the sampling parameters of an answer of exactly that many greedy tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
 def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -> None:

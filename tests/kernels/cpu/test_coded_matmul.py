@@ -42,7 +42,7 @@ def int4_weight(spec: Int4, scales: torch.dtype) -> Int4Weight:
     return Int4Weight(spec, weight.codes, scale.to(scales), weight.zero_point)
 
 
-class Packed(NamedTuple):
+class PackedProduct(NamedTuple):
     layout: CpuTiles
     codes: PackedCodes
     scales: Scales
@@ -56,9 +56,9 @@ class Packed(NamedTuple):
         return coded_matmul.matmul(x, self.codes, self.group_size, compiled)
 
 
-def packed_of(weight: Weight) -> Packed:
+def packed_of(weight: Weight) -> PackedProduct:
     layout = next(layout for layout in CPU_TILES if isinstance(weight.spec, layout.format))
-    return Packed(layout, *layout.arrange(weight))
+    return PackedProduct(layout, *layout.arrange(weight))
 
 
 def instructions_here() -> list[Instructions]:
@@ -99,14 +99,14 @@ def test_a_packed_weight_is_the_same_weight(spec, k):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda instructions: instructions.name)
 @pytest.mark.parametrize(("spec", "k"), FORMATS, ids=lambda value: getattr(value, "key", str(value)))
 def test_products_agree_with_float64(instructions, spec, k):
     weight = random_weight(spec, k=k)
     check_products(weight, instructions)
 
 
-@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda instructions: instructions.name)
 def test_products_by_scales_that_bfloat16_does_not_hold_agree_with_float64(instructions):
     weight = int4_weight(Int4(64), torch.float32)
     assert packed_of(weight).scales is Scales.WITH_FLOAT32_ZERO
@@ -171,7 +171,7 @@ def test_a_wrong_zero_point_is_seen():
     assert relative_error(y, wrong) > 100 * (product_bound(torch.float32, 512) + summed(512))
 
 
-@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda instructions: instructions.name)
 @pytest.mark.parametrize("spec", [Int4(128), NVFP4(), IQ2XXS(), Int8(128)], ids=lambda spec: spec.key)
 def test_bits_do_not_depend_on_threads_or_rows(instructions, spec):
     packed = packed_of(random_weight(spec, n=4096))

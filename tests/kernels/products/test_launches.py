@@ -23,12 +23,12 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.compiled.append((grid, *arguments))
-            return Compiled(self)
+            return CompiledKernel(self)
 
         return launch
 
 
-class Compiled:
+class CompiledKernel:
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
 

@@ -43,7 +43,7 @@ def figures_of(source: Path, folder: Path, **options) -> WeightFigures:
 def require_exact(figures: WeightFigures, tolerance: float = 2e-5) -> None:
     result = check_weights(figures)
     assert result.status == "pass", result.reason
-    errors = [one for kind in figures.kinds for one in kind.furthest]
+    errors = [error for kind in figures.kinds for error in kind.furthest]
     for error in errors:
         assert error.relative_error == pytest.approx(error.recorded, rel=tolerance), error
 

@@ -58,8 +58,8 @@ def test_all_are_held_against_one_baseline(artifacts: dict[str, Path], example_c
 
 
 def test_the_baseline_beside_itself_differs_in_nothing(example_checkpoint: Path) -> None:
-    one = compare([example_checkpoint], example_checkpoint, quality_tokens=300, progress=False).models[0]
-    assert (one.mean_kl, one.extra_nats_per_token, one.top1_agreement) == (0, 0, 1)
+    compared = compare([example_checkpoint], example_checkpoint, quality_tokens=300, progress=False).models[0]
+    assert (compared.mean_kl, compared.extra_nats_per_token, compared.top1_agreement) == (0, 0, 1)
 
 
 def test_folders_of_one_name_are_told_apart(artifacts: dict[str, Path], tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def two_formats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_flush_is_counted_once_in_a_page(example_checkpoint: Path, two_formats: None):
     result = layout(example_checkpoint, kv=True, ms=(2,), contexts=(64,), device="cpu", progress=False)
-    [one] = result.plan.kv
+    [measurement] = result.plan.kv
     layers, page = 4, 16
-    lost = one.microseconds - one.baseline_microseconds
+    lost = measurement.microseconds - measurement.baseline_microseconds
     assert lost == pytest.approx(layers * FLUSH_SECONDS * 1e6 / page, rel=0.01)
     assert pays(result.plan) == ["slow_pages pays nowhere"] and "slow_pages" in kv_table(result.plan)
 
@@ -78,9 +78,9 @@ def test_writing_pages_is_named_where_most_of_the_time_goes_into_it(
     example_checkpoint: Path, two_formats: None
 ):
     result = layout(example_checkpoint, kv=True, ms=(2,), contexts=(64,), device="cpu", progress=False)
-    [one] = result.plan.kv
-    assert one.full_page_microseconds == pytest.approx(4 * FLUSH_SECONDS * 1e6, rel=0.01)
-    assert f"% of the extra time {WRITING}: a step that" in kv_sentence(one)
+    [measurement] = result.plan.kv
+    assert measurement.full_page_microseconds == pytest.approx(4 * FLUSH_SECONDS * 1e6, rel=0.01)
+    assert f"% of the extra time {WRITING}: a step that" in kv_sentence(measurement)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,15 @@ def test_the_plan_keeps_it_and_stands(example_checkpoint: Path, two_formats: Non
     quantize(example_checkpoint, recipe, folder, progress=False)
     words = ["layout", str(folder), "--m", "1,2", "--contexts", "32,8192", "--device", "cpu", "--json"]
     printed = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
-    assert {(one["context"], one["m"]) for one in printed["kv"]} == {(32, 1), (32, 2), (8192, 1), (8192, 2)}
+    assert {(measurement["context"], measurement["m"]) for measurement in printed["kv"]} == {
+        (32, 1),
+        (32, 2),
+        (8192, 1),
+        (8192, 2),
+    }
     assert printed["kv_pays"] and printed["choices"] == []
     recorded = LayoutPlan.from_json(Artifact.read(folder).layout_plan or {})
-    assert [vars(one) for one in recorded.kv] == printed["kv"]
+    assert [vars(measurement) for measurement in recorded.kv] == printed["kv"]
     assert not layout(folder, kv=True, ms=(1, 2), contexts=(32,), device="cpu", progress=False).measured
     assert layout(folder, kv=True, ms=(1, 4), contexts=(32,), device="cpu", progress=False).measured
 
@@ -123,11 +128,13 @@ def test_a_context_that_was_not_asked_for_before_is_timed(
 
     assert again(32, 64).measured and not again(64).measured
     more = again(32, 128)
-    assert more.measured and [one.context for one in more.plan.kv] == [32, 128]
+    assert more.measured and [measurement.context for measurement in more.plan.kv] == [32, 128]
 
     monkeypatch.setattr(kv_timing, "free_memory", lambda device: 4 << 20)
     short = again(32, 8192, fresh=True)
-    assert [one.context for one in short.plan.kv] == [32] and short.plan.kv_left_out == ((8192, 1),)
+    assert [measurement.context for measurement in short.plan.kv] == [32] and short.plan.kv_left_out == (
+        (8192, 1),
+    )
     assert "No memory to time 8,192 tokens at M=1" in kv_table(short.plan)
     stands = again(32, 8192)
     assert not stands.measured and stands.plan == short.plan
@@ -148,7 +155,7 @@ def test_what_cannot_be_timed_is_refused_in_one_line(example_checkpoint: Path, w
 
 
 def test_help_shows_the_contexts_that_are_timed_by_default():
-    [option] = [one for one in command.params if one.name == "contexts"]
+    [option] = [parameter for parameter in command.params if parameter.name == "contexts"]
     extra = set(CUDA_CONTEXTS) - set(CONTEXTS)
     said = f"default: {','.join(map(str, CONTEXTS))}; on CUDA also {','.join(map(str, extra))}"
     assert isinstance(option, Option) and said in (option.help or "")

@@ -73,7 +73,9 @@ def test_chat_goes_through_the_checkpoints_template(llm: LLM, monkeypatch: pytes
     [answer] = llm.chat([question], GREEDY)
     [same] = llm.generate("# user: hello\n# assistant: ", GREEDY)
     assert answer.token_ids == same.token_ids
-    assert [one.token_ids for one in llm.chat([[question], [question]], GREEDY)] == [answer.token_ids] * 2
+    assert [completion.token_ids for completion in llm.chat([[question], [question]], GREEDY)] == [
+        answer.token_ids
+    ] * 2
     with pytest.raises(UserError, match="no tools here"):
         llm.chat([{"role": "tool", "content": "x"}], GREEDY)
 

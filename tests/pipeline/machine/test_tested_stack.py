@@ -27,7 +27,11 @@ def stack(tmp_path: Path, monkeypatch):
     def install(name: str, version: str, *requires: str) -> None:
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
-        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+        lines = [
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {requirement}" for requirement in requires),
+        ]
         (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines, ""]))
 
     return install
@@ -53,7 +57,7 @@ def untested(stack) -> None:
 def test_a_version_outside_its_bounds_is_named(stack, installed, named):
     stack("scalegate", "0.1.0", "torch<2.16,>=2.11")
     stack("torch", installed)
-    said = [str(one) for one in untested_packages()]
+    said = [str(package) for package in untested_packages()]
     assert said == [f"torch {installed} (tested: >=2.11,<2.16)"] * named
 
 
@@ -70,9 +74,9 @@ def test_the_bounds_are_those_of_the_installed_distribution():
 
 def test_doctor_names_it(untested):
     text, told = (CliRunner().invoke(doctor, words).output for words in ([], ["--json"]))
-    [one] = json.loads(told)["untested"]
-    assert one["package"] == "torch" and one["tested"] == ">=1.13,<2.0"
-    assert f"not tested with torch {one['installed']} (tested: >=1.13,<2.0)" in text
+    [package] = json.loads(told)["untested"]
+    assert package["package"] == "torch" and package["tested"] == ">=1.13,<2.0"
+    assert f"not tested with torch {package['installed']} (tested: >=1.13,<2.0)" in text
 
 
 def test_it_is_said_once_by_a_process_and_those_that_it_starts(untested, capfd):

@@ -117,9 +117,9 @@ def test_a_format_that_is_read_only_is_refused_with_those_that_are_written() -> 
 def test_one_group_size_targets_linear_and_several_are_told_apart_by_name() -> None:
     names = [f"model.layers.{i}.mlp.{p}_proj" for i in range(3) for p in ("gate", "up", "down")]
     convention = EXPORTS["compressed-tensors"]
-    one = convention.quantization_config(dict.fromkeys(names, Int4(128)), ["lm_head"])
-    assert one["format"] == "pack-quantized"
-    assert one["config_groups"]["group_0"]["targets"] == ["Linear"]
+    config = convention.quantization_config(dict.fromkeys(names, Int4(128)), ["lm_head"])
+    assert config["format"] == "pack-quantized"
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
     sizes = {name: 64 if name.endswith("down_proj") or ".0." in name else 128 for name in names}
     several = convention.quantization_config({m: Int4(size) for m, size in sizes.items()}, ["lm_head"])
     for group in several["config_groups"].values():
@@ -218,8 +218,8 @@ def test_torchaos_own_config_parser_reads_ours() -> None:
     from torchao.core.config import config_from_dict
 
     convention = EXPORTS["torchao"]
-    one = convention.quantization_config({"l.0.q": Int4(64)}, ["lm_head"])
-    config = config_from_dict(one["quant_type"]["default"])
+    declared = convention.quantization_config({"l.0.q": Int4(64)}, ["lm_head"])
+    config = config_from_dict(declared["quant_type"]["default"])
     assert (config.group_size, config.int4_packing_format) == (64, "tile_packed_to_4d")
     specs = {"l.0.q": Int4(64), "l.1.q": Int4(64), "l.0.k": Int4(32)}
     several = convention.quantization_config(specs, [])

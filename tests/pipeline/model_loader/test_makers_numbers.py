@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.checkpoints.decoded_tensors import DecodedTensor
 from scalegate.pipeline.conventions.all_conventions import convention_of
-from scalegate.tests.pipeline.fixtures.sources.make_sources import EXPECTED, HERE, MAKERS, Made
+from scalegate.tests.pipeline.fixtures.sources.make_sources import EXPECTED, HERE, MAKERS, StoredLayer
 from torch import Tensor
 
 
-def read(made: Made, folder: Path) -> Tensor:
+def read(made: StoredLayer, folder: Path) -> Tensor:
     """The weight as Scalegate reads it from a checkpoint with these tensors."""
     section = {"model_type": "llama", "quantization_config": made.section}
     (folder / "config.json").write_text(json.dumps(section))
@@ -29,7 +29,7 @@ def read(made: Made, folder: Path) -> Tensor:
     return weight
 
 
-def assert_same_bits(made: Made, folder: Path) -> None:
+def assert_same_bits(made: StoredLayer, folder: Path) -> None:
     ours = read(made, folder)
     assert ours.dtype in (torch.float16, torch.bfloat16) and len(ours.unique()) > 50
     assert torch.equal(ours, made.expected.to(ours.dtype))
@@ -45,7 +45,7 @@ def test_the_makers_bytes_are_read_to_the_makers_numbers(name: str, tmp_path: Pa
         section = json.loads(file.metadata()["quantization_config"])
         tensors = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118 - no mapping
     expected = tensors.pop(EXPECTED)
-    assert_same_bits(Made(section, tensors, expected), tmp_path)
+    assert_same_bits(StoredLayer(section, tensors, expected), tmp_path)
 
 
 # The libraries take six seconds to import.

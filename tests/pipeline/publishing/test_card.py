@@ -352,8 +352,8 @@ def test_a_base_without_a_card_has_no_metadata(tmp_path):
 
 
 def test_two_artifacts_have_two_cards(tmp_path):
-    one, other = (make_artifact(tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    assert card_of(one) != card_of(other), "the digest of the bytes is in it"
+    first, other = (make_artifact(tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    assert card_of(first) != card_of(other), "the digest of the bytes is in it"
 
 
 def test_scores_of_tasks_stand_in_the_card_and_in_its_metadata(artifact):

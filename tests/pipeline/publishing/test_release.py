@@ -103,7 +103,11 @@ def test_keys_and_values_alone_are_a_release_whose_card_says_how_to_serve_it(run
     assert manifest.kv_cache == "kvarn_k4v2_g128" and manifest.quantization["modules"] == {}
     assert inspect(tmp_path / "release").kv_cache == manifest.kv_cache
     plan = manifest.layout_plan
-    timed = {(one["context"], one["m"]) for one in plan["kv"] if one["kv_format"] == manifest.kv_cache}
+    timed = {
+        (measurement["context"], measurement["m"])
+        for measurement in plan["kv"]
+        if measurement["kv_format"] == manifest.kv_cache
+    }
     # 352 tokens in, so that codes are read, and 64 out.
     assert timed == {(416, m) for m in OPTIONS["m"]}
     card = (tmp_path / "release" / "README.md").read_text()

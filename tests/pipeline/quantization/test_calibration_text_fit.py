@@ -134,6 +134,6 @@ def test_a_text_that_was_measured_leaves_no_embeddings_in_memory(
         text_fit.measure_fit(
             open_checkpoint(example_checkpoint), sequences, sequences, 8192, torch.device("cpu")
         )
-        assert [one() for one in embeddings] == [None, None]
+        assert [embedding() for embedding in embeddings] == [None, None]
     finally:
         gc.enable()

@@ -118,7 +118,7 @@ def test_constant_rows_stay_finite(value: float):
 def test_the_artifact_is_in_our_own_convention_and_read_again(artifact: Path, example_checkpoint: Path):
     checkpoint, source = open_checkpoint(artifact), open_checkpoint(example_checkpoint)
     stored = convention_of(checkpoint).modules(checkpoint)
-    assert len(stored) == 28 and {one.spec for one in stored.values()} == {SPEC}
+    assert len(stored) == 28 and {weight.spec for weight in stored.values()} == {SPEC}
     weight = source.read(f"{GATE}.weight")
     expected = quantize_iq2_xxs(weight, SPEC, importance_of_columns([weight])).weight
     assert not torch.equal(expected.words, quantize_iq2_xxs(weight, SPEC).weight.words)

@@ -76,9 +76,9 @@ def test_inputs_that_are_alike_leave_the_norm_as_it_is():
 
 def test_outputs_suffer_less_and_the_manifest_names_the_norms(artifact: Path):
     modules = Artifact.read(artifact).quantization["modules"]
-    scaled = {name: one for name, one in modules.items() if "scaled_by" in one}
+    scaled = {name: module for name, module in modules.items() if "scaled_by" in module}
     assert scaled and all("o_proj" not in name and "down_proj" not in name for name in scaled)
-    errors = [one["output_error"] for one in scaled.values()]
+    errors = [scales["output_error"] for scales in scaled.values()]
     assert sum(error["calibrated"] for error in errors) < sum(error["data_free"] for error in errors)
 
 

@@ -195,7 +195,7 @@ def test_rounded_weights_wait_on_disk_until_they_are_written(
     write_shards, counts = module.write_shards, []
 
     def alive() -> int:
-        return sum(type(one) is Int4Weight for one in gc.get_objects())
+        return sum(type(candidate) is Int4Weight for candidate in gc.get_objects())
 
     def counting(job: Any, record: Any, shards: Any, known: Any, *rest: Any) -> None:
         gc.collect()

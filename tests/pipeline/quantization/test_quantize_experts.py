@@ -112,9 +112,9 @@ def test_fused_experts_become_the_single_ones_others_read(tmp_path: Path) -> Non
     fused = quantize(source, RECIPE, tmp_path / "fused", progress=False)
     assert fused.quantization["modules"].keys() == single.quantization["modules"].keys()
     assert "model.layers.0.mlp.experts.3.up_proj" in fused.quantization["modules"]
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("single", "fused"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, other = (load_file(tmp_path / name / "model.safetensors") for name in ("single", "fused"))
+    assert first.keys() == other.keys()
+    assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_transposed_experts_are_grouped_along_their_inputs(tmp_path: Path) -> None:

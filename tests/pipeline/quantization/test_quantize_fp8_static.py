@@ -89,7 +89,7 @@ def test_it_is_read_back_and_served_in_merged_products(artifact: Path, example_c
     stored = stored_weights(open_checkpoint(artifact))
     assert len(stored) == MODULES and all(weight.spec == SPEC for weight in stored.values())
     scales = {name: weight.read_input() for name, weight in stored.items() if weight.read_input is not None}
-    assert all(isinstance(one, E4M3StaticInput) for one in scales.values()) and len(scales) == MODULES
+    assert all(isinstance(scale, E4M3StaticInput) for scale in scales.values()) and len(scales) == MODULES
     assert scales[QUERY] == scales[QUERY.replace("q_proj", "v_proj")] != scales[OUTPUT]
     loaded = load_model(artifact, progress=False)
     layers = {layer for layer in loaded.model.modules() if isinstance(layer, QuantizedLinear)}

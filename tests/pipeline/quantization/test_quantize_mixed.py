@@ -64,10 +64,10 @@ GROUPS = [
 def test_under_a_budget_of_bits_little_is_left_to_win(bits: float) -> None:
     found = allocate(GROUPS, Budget(bits=bits))
     assert found.bits <= bits
-    every = [Allocation(tuple(GROUPS), one) for one in product((G128, G64, G32, PLAIN), repeat=3)]
-    best = min(one.divergence for one in every if one.bits <= bits)
-    uniform = [Allocation(tuple(GROUPS), (one,) * 3) for one in (G128, G64, G32)]
-    assert all(found.divergence <= one.divergence for one in uniform if one.bits <= bits)
+    every = [Allocation(tuple(GROUPS), formats) for formats in product((G128, G64, G32, PLAIN), repeat=3)]
+    best = min(allocation.divergence for allocation in every if allocation.bits <= bits)
+    uniform = [Allocation(tuple(GROUPS), (spec,) * 3) for spec in (G128, G64, G32)]
+    assert all(found.divergence <= allocation.divergence for allocation in uniform if allocation.bits <= bits)
     assert found.divergence <= 1.25 * best
 
 
@@ -110,15 +110,15 @@ def test_what_is_measured_is_the_divergence_of_the_whole_model(example_checkpoin
     tasks = make_tasks(checkpoint, Recipe("two", spec=G128, include=only)).in_order
     quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))
     groups = measure_sensitivity(checkpoint, tasks, sequences, quantizer, EXPORT, None, False)
-    assert [len(one.modules) for one in groups] == [1, 3]
+    assert [len(group.modules) for group in groups] == [1, 3]
     model = AutoModelForCausalLM.from_pretrained(example_checkpoint, dtype="auto").eval()
     with torch.no_grad():
         log_p = model(sequences).logits.float().log_softmax(-1)
-        for one in groups:
-            assert list(one.divergence) == [G128, G64, G32, I8]
+        for group in groups:
+            assert list(group.divergence) == [G128, G64, G32, I8]
             # Both hold what bfloat16 rounds otherwise once a weight is another: of INT8's, nearly all.
-            assert one.divergence[I8] < one.divergence[G32] / 5
-            kept = {name: model.get_submodule(name).weight.data.clone() for name in one.modules}
+            assert group.divergence[I8] < group.divergence[G32] / 5
+            kept = {name: model.get_submodule(name).weight.data.clone() for name in group.modules}
             for name, weight in kept.items():
                 linear = next(t.linear for t in tasks if t.linear is not None and t.linear.module == name)
                 rounded = quantizer.quantize(checkpoint, linear, G32, {}).weight.dequantize()
@@ -128,7 +128,7 @@ def test_what_is_measured_is_the_divergence_of_the_whole_model(example_checkpoin
             for name, weight in kept.items():
                 model.get_submodule(name).weight.data.copy_(weight)
             expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-            assert one.divergence[G32] == pytest.approx(expected, rel=0.1)
+            assert group.divergence[G32] == pytest.approx(expected, rel=0.1)
 
 
 FEW = ("*.layers.1.*_proj", "*.layers.2.self_attn.o_proj")
@@ -160,7 +160,7 @@ def test_variants_are_spilled_to_one_file_and_measured_the_same(
     monkeypatch.setattr(hidden_states.HiddenStates, "__init__", watched)
     assert sensitivity_of(example_checkpoint) == expected
     assert max(held) == states, "those of the text itself"
-    assert spilled == [sum(len(one.divergence) for one in expected) * states]
+    assert spilled == [sum(len(group.divergence) for group in expected) * states]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_eight_bits_are_not_offered_where_they_cannot_be_stored_or_were_not_seen
     example_checkpoint: Path, spec: WeightFormat, export: str
 ) -> None:
     groups = sensitivity_of(example_checkpoint, spec, export)
-    assert groups and not any(I8 in one.divergence for one in groups)
+    assert groups and not any(I8 in group.divergence for group in groups)
 
 
 def test_experts_are_not_offered_eight_bits(tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_experts_are_not_offered_eight_bits(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_moe", **sizes, **attention, **experts)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     groups = sensitivity_of(tmp_path)
-    of_experts = [one for one in groups if ".experts." in one.modules[0]]
-    assert of_experts and not any(I8 in one.divergence for one in of_experts)
-    assert all(I8 in one.divergence for one in groups if one not in of_experts)
+    of_experts = [group for group in groups if ".experts." in group.modules[0]]
+    assert of_experts and not any(I8 in group.divergence for group in of_experts)
+    assert all(I8 in group.divergence for group in groups if group not in of_experts)
 
 
 def test_formats_that_share_tensors_are_measured_with_those(
@@ -193,7 +193,7 @@ def test_formats_that_share_tensors_are_measured_with_those(
     options = {"calibration": heldout_text, "device": "cpu", "progress": False}
     artifact = quantize(example_checkpoint, "nvfp4", tmp_path / "o", target_bits=8, **options)
     values = artifact.quantization["sensitivity"]["groups"]
-    assert values and all(one["kl"] > 0 for value in values for one in value["formats"])
+    assert values and all(entry["kl"] > 0 for value in values for entry in value["formats"])
     kinds = {value["chosen"]["format"] for value in values}
     assert kinds == {"nvfp4", "unquantized"}
 
@@ -209,7 +209,7 @@ def test_at_fewer_bits_it_is_nearer_than_uniform_groups(
     assert artifact.quantization["bits_per_weight"] == pytest.approx(table["bits_per_weight"], abs=1e-3)
     assert table["bits_per_weight"] <= 4.31
     assert len(table["groups"]) == 16
-    alike = {one["modules"][0].split(".")[-1]: len(one["modules"]) for one in table["groups"]}
+    alike = {group["modules"][0].split(".")[-1]: len(group["modules"]) for group in table["groups"]}
     assert sorted(alike.values()) == [1, 1, 2, 3]
     text = {"text": heldout_text, "quality_tokens": 3000, "dtype": "float32", "progress": False}
     mixed, g64 = compare([tmp_path / "mixed", tmp_path / "g64"], example_checkpoint, **text).models
@@ -231,7 +231,7 @@ def options(heldout_text: Path) -> dict[str, Any]:
 
 def chosen_for(artifact: Artifact) -> dict[str, WeightFormat]:
     groups = artifact.quantization["sensitivity"]["groups"]
-    return {name: spec_from_json(one["chosen"]) for one in groups for name in one["modules"]}
+    return {name: spec_from_json(group["chosen"]) for group in groups for name in group["modules"]}
 
 
 def test_layers_kept_at_16_bits_count_wherever_bits_are_said(
@@ -358,10 +358,10 @@ def test_a_budget_of_bits_mixes_four_and_eight_and_what_is_loaded_is_what_is_sto
     assert result.exit_code == 0, result.output
     checkpoint = open_checkpoint(out)
     stored = convention_of(checkpoint).modules(checkpoint)
-    assert {one.spec.name for one in stored.values()} == {"int4", "int8"}
+    assert {weight.spec.name for weight in stored.values()} == {"int4", "int8"}
     assert 5.5 < bits_per_weight(checkpoint) <= 6
     artifact = Artifact.read(out)
-    assert chosen_for(artifact) == {module: one.spec for module, one in stored.items()}
+    assert chosen_for(artifact) == {module: weight.spec for module, weight in stored.items()}
     assert all(value["output_error"]["calibrated"] > 0 for value in artifact.quantization["modules"].values())
     groups = checkpoint.quantization_config["config_groups"].values()
     assert {(group["format"], group["weights"]["num_bits"]) for group in groups} == {
@@ -369,12 +369,12 @@ def test_a_budget_of_bits_mixes_four_and_eight_and_what_is_loaded_is_what_is_sto
         ("pack-quantized", 8),
     }
     plain = AutoModelForCausalLM.from_pretrained(example_checkpoint, dtype=torch.float32).eval()
-    for module, one in stored.items():
+    for module, stored_weight in stored.items():
         weight = plain.get_submodule(module).weight
-        dequantized = one.read().dequantize(torch.float32)
+        dequantized = stored_weight.read().dequantize(torch.float32)
         distance = float((dequantized - weight.data).norm() / weight.data.norm())
         # More than to round it: it makes up for half of what the layers before it have lost.
-        assert distance < (0.05 if one.spec.name == "int8" else 0.2)
+        assert distance < (0.05 if stored_weight.spec.name == "int8" else 0.2)
         weight.data.copy_(dequantized)
     ids = torch.arange(3, 40).view(1, -1)
     with torch.no_grad():

@@ -49,7 +49,7 @@ def artifact(louder: Path, tmp_path_factory: pytest.TempPathFactory, request) ->
 
 def stored(folder: Path) -> dict:
     checkpoint = open_checkpoint(folder)
-    return {name: one.read() for name, one in convention_of(checkpoint).modules(checkpoint).items()}
+    return {name: weight.read() for name, weight in convention_of(checkpoint).modules(checkpoint).items()}
 
 
 def test_weights_come_back_as_the_solver_made_them(artifact: Path, louder: Path) -> None:

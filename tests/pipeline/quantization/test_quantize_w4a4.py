@@ -36,11 +36,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def linears_of(folder: Path) -> list[LinearWeight]:
     found = find_linear_weights(open_checkpoint(folder)).linears
-    return [one for group in found.values() for one in group if one.role == "linear"]
+    return [linear for group in found.values() for linear in group if linear.role == "linear"]
 
 
 def largest_inputs(folder: Path, linears: list[LinearWeight], sequences: torch.Tensor) -> dict[str, float]:
-    wanted = CalibrationNeeds(largest=frozenset(one.module for one in linears))
+    wanted = CalibrationNeeds(largest=frozenset(linear.module for linear in linears))
     quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))
     return calibrate(open_checkpoint(folder), linears, wanted, sequences, quantizer, {}, None, False).largest
 
@@ -84,8 +84,8 @@ def test_every_expert_s_inputs_are_found(tmp_path: Path) -> None:
     assert all(found[f"{expert}.gate_proj"] == found[f"{expert}.up_proj"] for expert in experts)
     assert len({found[f"{expert}.down_proj"] for expert in experts}) == 4
     # One token reaches two experts; the others get what their neighbours have.
-    one = largest_inputs(tmp_path, linears, sequences[:1, :1])
-    assert len({one[f"{name}.down_proj"] for name in experts}) == 2
+    single = largest_inputs(tmp_path, linears, sequences[:1, :1])
+    assert len({single[f"{name}.down_proj"] for name in experts}) == 2
 
 
 @pytest.mark.parametrize("export", EXPORTS)
@@ -98,11 +98,11 @@ def test_scales_are_written_read_and_served(
     assert "fast on Blackwell only" in artifact.quantization["formats"][0]["label"]
     checkpoint = open_checkpoint(out)
     stored = convention_of(checkpoint).modules(checkpoint)
-    inputs = {name: one.read_input() for name, one in stored.items() if one.read_input is not None}
+    inputs = {name: weight.read_input() for name, weight in stored.items() if weight.read_input is not None}
     assert len(inputs) == len(stored) == 28
-    for one in inputs.values():
-        assert isinstance(one, NVFP4Input)
-        assert float(one.global_scale.log2() % 1) == 0
+    for input_format in inputs.values():
+        assert isinstance(input_format, NVFP4Input)
+        assert float(input_format.global_scale.log2() % 1) == 0
     multiplier = float(inputs[GATE].global_scale) ** (-1 if inputs[GATE].divides else 1)
     assert 1e-4 < multiplier < 1
     config = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -143,5 +143,5 @@ def test_inputs_of_some_layers_only(example_checkpoint: Path, heldout_text: Path
     quantize(example_checkpoint, some, tmp_path / "out", calibration=heldout_text, progress=False)
     checkpoint = open_checkpoint(tmp_path / "out")
     stored = convention_of(checkpoint).modules(checkpoint)
-    rounded = {name for name, one in stored.items() if one.read_input is not None}
+    rounded = {name for name, weight in stored.items() if weight.read_input is not None}
     assert rounded == {name for name in stored if not name.endswith("o_proj")}

@@ -91,7 +91,7 @@ def test_prompts_longer_than_the_text_are_all_different(example_checkpoint: Path
     assert window_for(checkpoint, checkpoint, "unquantized", 4096) == 512
     window = window_for(checkpoint, checkpoint, "fp8", 4096)
     text = read_held_out(heldout_text, checkpoint, checkpoint, 4096, window, prompt=100_000)
-    assert [len(one) for one in text.windows] == [2048, 2048]
+    assert [len(window) for window in text.windows] == [2048, 2048]
     spec = WorkloadSpec(1, 1, 100_000, 1, seed=0, token_pool=tuple(text.token_ids))
     taken = prompts(spec)
     first = [tuple(next(taken)[:64]) for _ in range(20)]

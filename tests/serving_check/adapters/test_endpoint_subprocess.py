@@ -230,8 +230,8 @@ def test_a_server_that_refuses_a_field_it_does_not_know_is_not_sent_it_again():
         assert endpoint.model == "strict" and not endpoint.takes_return_token_ids
         assert not endpoint.takes_repetition_penalty
         spec = WorkloadSpec(m=1, num_requests=1, input_len=2, output_len=3, keep_answers=True)
-        for one in (endpoint, replace(endpoint, takes_return_token_ids=True)):
-            run_workload(one, spec)
+        for variant in (endpoint, replace(endpoint, takes_return_token_ids=True)):
+            run_workload(variant, spec)
         server.shutdown()
     assert ["return_token_ids" in fields for fields in Strict.asked] == [True, False, False, True]
     assert ["repetition_penalty" in fields for fields in Strict.asked] == [False, True, False, False]

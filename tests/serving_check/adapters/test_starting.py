@@ -64,10 +64,10 @@ def test_they_are_started_anew_at_their_addresses(tmp_path):
     servers = [server("one", tmp_path), server("other", tmp_path)]
     with starting(servers, together=True) as endpoints:
         before = endpoints()
-        processes = {one._process.pid for one in servers}
+        processes = {server._process.pid for server in servers}
         restart(servers, together=True)
-        assert all(one.metrics() for one in before)
-        assert not processes & {one._process.pid for one in servers}
+        assert all(endpoint.metrics() for endpoint in before)
+        assert not processes & {server._process.pid for server in servers}
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -107,7 +107,7 @@ def test_a_share_of_wrong_tokens_in_the_few_longest_contexts_fails_and_is_named(
     long = [replace(answer(prompt_tokens=4000), off=2, baseline_off=2) for _ in range(5)]
     status, reason = text(many + long)
     assert status == "fail" and "10 of 200 tokens of answers beyond 128 tokens of context" in reason
-    near_ties = [replace(one, off=1) for one in long]
+    near_ties = [replace(answer, off=1) for answer in long]
     assert text(many + near_ties)[0] == "pass"
 
 
@@ -121,7 +121,7 @@ def test_a_few_wrong_tokens_in_each_answer_of_a_kind_are_named_by_it():
     few = [replace(answer("adjusted", off=4), prompt_tokens=200 * (index % 2)) for index in range(4)]
     status, reason = text([*SOUND * 4, *few])
     assert status == "fail" and "16 of 160 tokens of answers with penalties and a bias" in reason
-    assert text([*SOUND * 4, *(replace(one, off=1) for one in few)])[0] == "pass"
+    assert text([*SOUND * 4, *(replace(answer, off=1) for answer in few)])[0] == "pass"
 
 
 # Sampling.
@@ -193,9 +193,10 @@ def test_only_the_choices_of_requests_for_several_may_be_wrong():
     choices = [drawn(few, choice=index) for index in range(3)]
     status, reason = sampling(drawn(), *choices)
     assert status == "fail" and "only the 3 answers to requests for several" in reason
-    assert sampling(drawn(), *(replace(one, choice=None) for one in choices))[0] == "fail"
+    assert sampling(drawn(), *(replace(choice, choice=None) for choice in choices))[0] == "fail"
     assert (
-        sampling(drawn(), *(replace(one, draws=replace(few, surprisal=5.0)) for one in choices))[0] == "pass"
+        sampling(drawn(), *(replace(choice, draws=replace(few, surprisal=5.0)) for choice in choices))[0]
+        == "pass"
     )
     everywhere = replace(EVEN, surprisal=3000.0)
     assert "beside the entropy" in sampling(drawn(everywhere), *choices)[1], "not of these alone"

@@ -59,7 +59,7 @@ def test_a_module_is_held_to_its_kind_whether_or_not_its_error_is_recorded(
 
 def test_weights_that_are_exact_are_like_their_kind_and_one_that_is_not_stands_out():
     (kind,) = FOREIGN.kinds
-    exact = tuple(ModuleError(one.module, 0.0, None) for one in kind.furthest)
+    exact = tuple(ModuleError(error.module, 0.0, None) for error in kind.furthest)
     lossless = replace(FOREIGN, kinds=(replace(kind, median=0.0, spread=0.0, furthest=exact),))
     assert check_weights(lossless).status == "pass"
     assert check_weights(with_error(1.4, lossless, None)).status == "fail"

@@ -182,9 +182,9 @@ def test_a_drawn_m_at_which_tokens_take_twice_as_long_passes_as_rarely_as_is_sai
 
 
 def test_an_undecided_m_is_never_a_pass():
-    one = measured_m(8, 0.93, blocks=3)
+    level = measured_m(8, 0.93, blocks=3)
     test = SequentialTest(0.93, 1, max_blocks=3)
-    point = curve_point(one, decide(one.log_ratios(lambda result: result.output_throughput), test))
+    point = curve_point(level, decide(level.log_ratios(lambda result: result.output_throughput), test))
     result = check_throughput([point], 0.93, {}, 3)
     assert result.status == "inconclusive"
     assert "--max-blocks" in result.reason
@@ -208,13 +208,13 @@ def test_a_wide_correlation_says_what_would_decide(max_blocks: int, in_turns: bo
 
 @pytest.mark.parametrize(("groups", "more_help"), [(4, True), (16, False)])
 def test_an_undecided_m_in_turns_is_told_in_groups_and_with_what_can_help(groups: int, more_help: bool):
-    one = MeasuredM(8)
+    level = MeasuredM(8)
     for group in range(groups):
-        one.blocks += measured_m(8, 0.8 if group % 2 else 1.1, GROUP).blocks
-        for block in one.blocks[-GROUP:]:
+        level.blocks += measured_m(8, 0.8 if group % 2 else 1.1, GROUP).blocks
+        for block in level.blocks[-GROUP:]:
             block.restarts = group + 1
     load = WorkloadSettings((8,), max_blocks=groups * GROUP)
-    checks = judge(sample_evidence({8: 1.0}, measured=(one,)), load, BOUNDS).checks
+    checks = judge(sample_evidence({8: 1.0}, measured=(level,)), load, BOUNDS).checks
     [result] = [check for check in checks if check.name == "throughput"]
     assert result.status == "inconclusive"
     assert f"{groups} groups of {GROUP} blocks" in result.reason and "--devices" in result.reason
@@ -252,7 +252,9 @@ def test_a_slow_tpot_is_put_down_to_what_the_other_ms_and_requests_show():
         assert "not known whether the batch size is the cause" in first
     few = measured_m(8, 1.0)
     for block in few.blocks:
-        block.artifact = [replace(one, tpots=(*one.tpots[:7], one.tpots[7] * 9)) for one in block.artifact]
+        block.artifact = [
+            replace(repeat, tpots=(*repeat.tpots[:7], repeat.tpots[7] * 9)) for repeat in block.artifact
+        ]
     reason = check_latency([few], BOUNDS).reason
     assert "the median request's is 1.00×, so a few are slow" in reason
 
@@ -264,10 +266,10 @@ def test_milliseconds_of_time_to_first_token_are_not_held_against_anybody():
 def test_a_failed_request_fails_and_the_baselines_leaves_it_open():
     assert check_failures([measured_m(2, 1.0)]).status == "pass"
     for side, status in (("artifact", "fail"), ("baseline", "inconclusive")):
-        one = measured_m(2, 1.0)
-        results = getattr(one.blocks[0], side)
+        level = measured_m(2, 1.0)
+        results = getattr(level.blocks[0], side)
         results[0] = replace(results[0], errors=("HTTP 500: oops",))
-        result = check_failures([one])
+        result = check_failures([level])
         assert result.status == status
         assert "oops" in result.reason
 

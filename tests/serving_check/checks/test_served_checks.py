@@ -32,12 +32,12 @@ from scalegate.serving_check.workload.answers import Answer, read_answer
 from ..gate_samples import ARTIFACT, BASELINE, load_result, measured_m
 
 BOUNDS = Bounds()
-WORDS = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+WORDS = TokenText(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
 
 
-def changed(one: MeasuredM, **changes: object) -> MeasuredM:
+def changed(level: MeasuredM, **changes: object) -> MeasuredM:
     """`one`, with these fields of every repeat of the artifact; a function of a repeat gives each its own."""
-    for block in one.blocks:
+    for block in level.blocks:
         block.artifact[:] = [
             replace(
                 repeat,
@@ -45,7 +45,7 @@ def changed(one: MeasuredM, **changes: object) -> MeasuredM:
             )
             for repeat in block.artifact
         ]
-    return one
+    return level
 
 
 # Answers.
@@ -108,10 +108,10 @@ def test_texts_are_taken_from_all_over():
 
 
 def served(scores: list[TextScore], **answers: object) -> tuple[str, str]:
-    one = measured_m(8, 1.0)
+    level = measured_m(8, 1.0)
     if answers:
-        one = changed(one, answers=lambda repeat: replace(repeat.answers, **answers))
-    result = check_served_text(scores, [one], BOUNDS)
+        level = changed(level, answers=lambda repeat: replace(repeat.answers, **answers))
+    result = check_served_text(scores, [level], BOUNDS)
     return result.status, result.reason
 
 
@@ -159,27 +159,27 @@ def test_answers_that_are_changed_or_all_alike_fail(answers: dict, words: str):
 def test_an_answer_of_one_token_among_few_is_chance_and_many_are_not(degenerate: int, status: str):
     """A small model's greedy answer to one of eleven prompts was one token: that is what it says."""
     left = iter([1] * degenerate)
-    one = changed(
+    level = changed(
         measured_m(1, 1.0, blocks=11), answers=lambda repeat: replace(repeat.answers, one_token=next(left, 0))
     )
-    result = check_served_text([TextScore(1, 64, 0, 2, "text")], [one], BOUNDS)
+    result = check_served_text([TextScore(1, 64, 0, 2, "text")], [level], BOUNDS)
     assert result.status == status, result.reason
 
 
 @pytest.mark.parametrize(("blocks", "status"), [(7, "pass"), (8, "fail")])
 def test_few_answers_may_be_alike_by_chance(blocks: int, status: str):
-    one = changed(
+    level = changed(
         measured_m(1, 1.0, blocks=blocks), answers=lambda repeat: replace(repeat.answers, distinct_share=0.1)
     )
-    assert check_served_text([TextScore(1, 64, 0, 2, "text")], [one], BOUNDS).status == status
+    assert check_served_text([TextScore(1, 64, 0, 2, "text")], [level], BOUNDS).status == status
 
 
 # Time.
 
 
 def with_gap(seconds: float, every: int = 1, side: str = "artifact") -> MeasuredM:
-    one = measured_m(8, 1.0)
-    for index, block in enumerate(one.blocks):
+    level = measured_m(8, 1.0)
+    for index, block in enumerate(level.blocks):
         for repeats in (block.artifact, block.baseline):
             repeats[:] = [
                 replace(repeat, began=float(index), gaps=LongestGaps(Gap(0.0, 0.02), Gap(0.0, 0.01)))
@@ -188,7 +188,7 @@ def with_gap(seconds: float, every: int = 1, side: str = "artifact") -> Measured
         if index % every == 0:
             results = getattr(block, side)
             results[0] = replace(results[0], gaps=LongestGaps(Gap(0.0, 0.02), Gap(0.25, seconds)))
-    return one
+    return level
 
 
 def test_pauses_are_counted_placed_in_time_and_compared_with_the_machines():

@@ -68,7 +68,7 @@ def test_ms_that_scatter_say_less():
 def test_a_latency_that_blocks_do_not_agree_on_is_not_surely_beyond_its_bound(figure: str):
     def judged_at(*factors: float) -> CheckResult:
         usual = getattr(side(), figure)
-        return judged(*(side(**{figure: tuple(one * factor for one in usual)}) for factor in factors))
+        return judged(*(side(**{figure: tuple(value * factor for value in usual)}) for factor in factors))
 
     assert judged_at(3.5, 3.6, 3.7).status == "fail"
     assert judged_at(1.0, 3.6, 7.0).status == "pass"
@@ -89,7 +89,7 @@ def test_ms_with_few_gaps_say_nothing():
     ],
 )
 def test_each_figure_fails_beyond_its_bound(changes: dict[str, object], words: str):
-    result = judged(*(replace(one, **changes) for one in three()))
+    result = judged(*(replace(block, **changes) for block in three()))
     assert result.status == "fail" and words in result.reason
 
 
@@ -101,9 +101,9 @@ def test_requests_that_failed_are_left_out_of_the_comparison():
 def test_no_block_is_inconclusive_and_one_has_no_limit():
     assert check_speed_in_use([], BOUNDS).status == "inconclusive"
     assert check_speed_in_use([BlockInUse(60, None, side())], BOUNDS).status == "inconclusive"
-    one = check_speed_in_use([BlockInUse(60, side(5.0), side(4.0))], BOUNDS)
-    assert one.status == "pass" and one.figures["throughput_ratio_high"] is None
-    assert math.isclose(float(one.figures["throughput_ratio"] or 0), 0.8)
+    single = check_speed_in_use([BlockInUse(60, side(5.0), side(4.0))], BOUNDS)
+    assert single.status == "pass" and single.figures["throughput_ratio_high"] is None
+    assert math.isclose(float(single.figures["throughput_ratio"] or 0), 0.8)
 
 
 def test_the_curves_scatter_decides_where_three_blocks_alone_do_not():

@@ -10,7 +10,11 @@ from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSet
 def positions_that_write_a_page(workload: WorkloadSettings, page: int) -> list[int]:
     """Tokens of an answer that are stored after a full page which is not the context's first."""
     stored = range(workload.input_len, workload.input_len + workload.output_len - 1)
-    return [one for one in stored if one % page == 0 and one >= 2 * page and one > workload.input_len]
+    return [
+        tokens
+        for tokens in stored
+        if tokens % page == 0 and tokens >= 2 * page and tokens > workload.input_len
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in KV_FORMATS if name.startswith("kvarn")])

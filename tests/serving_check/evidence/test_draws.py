@@ -59,8 +59,8 @@ def test_parts_of_the_rows_add_up():
     whole = draws_of(logits, tokens[:count], 0.8, "name")
     single = [draws_of(logits[row : row + 1], [tokens[row]], 0.8, "name") for row in range(count)]
     assert whole.tokens == count
-    assert whole.surprisal == pytest.approx(sum(one.surprisal for one in single))
-    assert whole.variance == pytest.approx(sum(one.variance for one in single))
+    assert whole.surprisal == pytest.approx(sum(draw.surprisal for draw in single))
+    assert whole.variance == pytest.approx(sum(draw.variance for draw in single))
 
 
 def test_what_cannot_be_drawn_is_infinitely_unlikely_and_no_number_is_last():

@@ -15,7 +15,7 @@ from scalegate.serving_check.workload.answers import Alternatives, Answer
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
 from scalegate.serving_check.workload.use_plan import PlannedRequest
 
-WORDS = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+WORDS = TokenText(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
 
 
 def request(kind: str = "greedy", prompt: int = 20, **changes: object) -> PlannedRequest:
@@ -90,13 +90,13 @@ def sampled(prompt: int = 20, seed: int = 0, **changes: object):
 
 
 def test_sampled_answers_are_compared_with_those_of_other_seeds():
-    one, equal, other, alone = chosen(
+    first, equal, other, alone = chosen(
         (sampled(seed=1), record()),
         (sampled(seed=2), record()),
         (sampled(seed=3), record(text="abcdefgz")),
         (sampled(prompt=10, seed=1), record()),
     )
-    repeats = [answer.repeats_other_seed for answer in (one, equal, other, alone)]
+    repeats = [answer.repeats_other_seed for answer in (first, equal, other, alone)]
     assert repeats == [None, True, False, None]
 
 
@@ -118,14 +118,14 @@ def test_alternatives_have_ids_where_the_server_names_tokens_as_the_tokenizer_do
         Alternatives("b", {"b": -0.1, "xy": -3.0, "\ufffd": -9.0}),
     )
     answer = Answer("ab", array("L", map(ord, "ab")), alternatives=told)
-    [one] = chosen((request("logprobs"), record(answer=answer)))
-    assert one.alternatives == (
+    [served] = chosen((request("logprobs"), record(answer=answer)))
+    assert served.alternatives == (
         ((ord("a"), -0.5), (ord("b"), -2.0)),
         ((ord("b"), -0.1), (None, -3.0), (None, -9.0)),
     )
     elsewhere = replace(answer, alternatives=tuple(replace(position, chosen="?") for position in told))
-    [one] = chosen((request("logprobs"), record(answer=elsewhere)))
-    assert one.alternatives[0] == ((None, -0.5), (None, -2.0))
+    [served] = chosen((request("logprobs"), record(answer=elsewhere)))
+    assert served.alternatives[0] == ((None, -0.5), (None, -2.0))
 
 
 def test_the_same_draw_counts_once_and_retokenized_draws_do_not():

@@ -86,13 +86,13 @@ def measured(step: float, reading: float = READING, base: float = READING) -> tu
     """A decode step takes 10 ms on the baseline, and a prompt `base` seconds."""
     found = []
     for m in LOAD.ms:
-        one = MeasuredM(m)
+        level = MeasuredM(m)
         for index in range(LOOKS[0]):
             wobble = 1 + 0.004 * (index % 3 - 1)
             ours = long_prompts(m, step * wobble, reading=reading * wobble)
             theirs = long_prompts(m, 0.01, reading=base)
-            one.blocks.append(Block([answered(ours)], [answered(theirs)]))
-        found.append(one)
+            level.blocks.append(Block([answered(ours)], [answered(theirs)]))
+        found.append(level)
     return tuple(found)
 
 
@@ -154,9 +154,9 @@ def decided(run, load: WorkloadSettings):
 
 def test_measuring_goes_on_until_decoding_is_decided_too():
     found, _ = decided(simulated(0.01 / 0.935), replace(LOAD, max_blocks=15))
-    assert max(len(one.blocks) for one in found) == 15
+    assert max(len(level.blocks) for level in found) == 15
     alone, _ = decided(simulated(0.01 / 1.1), replace(LOAD, max_blocks=15))
-    assert max(len(one.blocks) for one in alone) < 15, "the control"
+    assert max(len(level.blocks) for level in alone) < 15, "the control"
     assert {decision.status for decision in decided(simulated(0.02), LOAD)[1]} == {"fail"}
 
 
@@ -172,10 +172,10 @@ def bursts(prompts: float):
 
 def test_no_block_is_waited_for_that_could_not_tell():
     found, decisions = decided(bursts(0.5), LOAD)
-    assert {len(one.blocks) for one in found} == {LOOKS[0]}
+    assert {len(level.blocks) for level in found} == {LOOKS[0]}
     assert [decision.status for decision in decisions] == ["inconclusive"] * 2
     evidence = sample_evidence({1: 1.0}, measured=tuple(found))
-    check = next(one for one in judge(evidence, LOAD, Bounds()).checks if one.name == DECODING)
+    check = next(check for check in judge(evidence, LOAD, Bounds()).checks if check.name == DECODING)
     assert check.status == "inconclusive" and "ever decoded at once" in check.reason
 
 
@@ -205,8 +205,8 @@ def test_a_wrong_fail_is_no_likelier_for_there_being_more_figures():
     before = without_shares(levels)
     assert sequential_test(before, LOAD, 0.93).number_of_ms == 2
     assert sequential_test(before, replace(LOAD, decoding_apart=True), 0.93).number_of_ms == 2 * 2
-    three, one = (decisions_of(each, LOAD, 0.93) for each in (levels, before))
-    assert three[0].high > one[0].high
+    three, single = (decisions_of(each, LOAD, 0.93) for each in (levels, before))
+    assert three[0].high > single[0].high
 
 
 def without_shares(levels: tuple[MeasuredM, ...]) -> list[MeasuredM]:
@@ -216,8 +216,8 @@ def without_shares(levels: tuple[MeasuredM, ...]) -> list[MeasuredM]:
             blocks=[
                 replace(
                     block,
-                    artifact=[replace(one, prefill_seconds=None) for one in block.artifact],
-                    baseline=[replace(one, prefill_seconds=None) for one in block.baseline],
+                    artifact=[replace(repeat, prefill_seconds=None) for repeat in block.artifact],
+                    baseline=[replace(repeat, prefill_seconds=None) for repeat in block.baseline],
                 )
                 for block in level.blocks
             ],

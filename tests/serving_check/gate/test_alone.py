@@ -41,7 +41,7 @@ def test_the_other_server_is_stopped_and_goes_on_afterwards(processes: dict[str,
     seen = []
 
     def run(endpoint: Endpoint, spec: WorkloadSpec):
-        stopped = [model for model, one in processes.items() if one.status() == psutil.STATUS_STOPPED]
+        stopped = [model for model, process in processes.items() if process.status() == psutil.STATUS_STOPPED]
         seen.append((endpoint.model, stopped))
         return load_result(spec.m, 100, output_len=spec.output_len)
 

@@ -39,15 +39,15 @@ def measured_by(run, load: WorkloadSettings, restart=None):
 def verdict_of(measured, decisions) -> tuple[str, dict]:
     loaded = ModelFigures({"up": (8, 8)}, 500)
     comparison = Comparison(100, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-    blame = {one.m: f"blame {one.m}" for one in measured}
+    blame = {level.m: f"blame {level.m}" for level in measured}
     evidence = Evidence(
         loaded, loaded, comparison, (), (), tuple(measured), None, TextFigures(), diagnoses=blame
     )
     judgement = judge(evidence, WorkloadSettings(MS), Bounds())
     assert [point.status for point in judgement.curve] == [
         decision.status
-        for one, decision in zip(measured, decisions, strict=True)
-        if one.artifact and one.baseline
+        for level, decision in zip(measured, decisions, strict=True)
+        if level.artifact and level.baseline
     ], "judged as it was decided while it ran"
     return judgement.status, {check.name: check for check in judgement.checks}
 
@@ -55,7 +55,7 @@ def verdict_of(measured, decisions) -> tuple[str, dict]:
 def test_an_equal_artifact_passes_at_every_m():
     measured, decisions = run_gate(lambda m: 1.0)
     assert [decision.status for decision in decisions] == ["pass"] * len(MS)
-    assert [one.m for one in measured] == list(MS)
+    assert [level.m for level in measured] == list(MS)
 
 
 @pytest.mark.parametrize("pauses", [True, False])
@@ -72,7 +72,7 @@ def test_one_that_surely_stalls_gets_no_more_than_its_first_look(pauses: bool):
         return replace(result, requests=tuple(stopped))
 
     measured, decisions = measured_by(run, WorkloadSettings(MS))
-    assert all(len(one.blocks) == LOOKS[0] for one in measured) == pauses
+    assert all(len(level.blocks) == LOOKS[0] for level in measured) == pauses
     assert not pauses or "inconclusive" in {decision.status for decision in decisions}
 
 
@@ -121,7 +121,7 @@ def test_one_that_is_slow_from_m_8_fails_there_with_a_diagnosis():
 
 def test_what_is_decided_is_not_loaded_any_more():
     measured, decisions = run_gate(lambda m: 0.93 if m == 32 else 1.3, noise=0.05)
-    blocks = {one.m: len(one.blocks) for one in measured}
+    blocks = {level.m: len(level.blocks) for level in measured}
     assert blocks[1] < blocks[32] == WorkloadSettings().max_blocks
     assert decisions[-1].status == "inconclusive"
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_is_slow_for_all_ms_but_powers_of_two_is_caught_at_those_t
         load = drawing(seed=seed)
         measured, decisions = run_gate(slow_between, noise=0.05, seed=seed, load=load)
         failed = {
-            one.m for one, decision in zip(measured, decisions, strict=True) if decision.status == "fail"
+            level.m for level, decision in zip(measured, decisions, strict=True) if decision.status == "fail"
         }
         assert failed and failed <= set(load.ms_between), seed
     # The control: at the given Ms alone it passes.
@@ -157,7 +157,7 @@ def test_drawn_ms_take_little_of_the_time_and_hold_no_sound_artifact_up():
     measured, decisions = measured_by(counting, load)
     assert {decision.status for decision in decisions} == {"pass"}
     assert sent[False] < sent[True] / 3
-    assert all(len(one.blocks) <= LOOKS[1] for one in measured if one.m not in MS)
+    assert all(len(level.blocks) <= LOOKS[1] for level in measured if level.m not in MS)
 
 
 def test_a_drawn_m_passes_by_its_estimate_where_a_given_one_needs_confidence():
@@ -166,16 +166,18 @@ def test_a_drawn_m_passes_by_its_estimate_where_a_given_one_needs_confidence():
 
     load = next(load for seed in range(100) if 13 in (load := drawing(seed=seed)).ms_between)
     measured, decisions = run_gate(a_little_above, noise=0.08, load=load)
-    blocks = {one.m: len(one.blocks) for one in measured}
+    blocks = {level.m: len(level.blocks) for level in measured}
     assert blocks[13] < blocks[8]
     assert all(
-        decision.status == "pass" for one, decision in zip(measured, decisions, strict=True) if one.m == 13
+        decision.status == "pass"
+        for level, decision in zip(measured, decisions, strict=True)
+        if level.m == 13
     )
 
 
 def test_after_a_fail_the_others_are_not_pursued():
     measured, _ = run_gate(lambda m: 0.5 if m == 1 else 0.93, noise=0.05)
-    assert max(len(one.blocks) for one in measured) <= 8
+    assert max(len(level.blocks) for level in measured) <= 8
 
 
 def test_repeats_alternate_and_both_sides_get_the_same_prompts():
@@ -204,7 +206,7 @@ def test_one_ten_times_slower_fails_after_a_short_look_and_a_second(slow_from):
         return run(endpoint, spec)
 
     measured, decisions = measured_by(counting, WorkloadSettings(MS))
-    assert {one.m: len(one.blocks) for one in measured if one.blocks} == {slow_from: 1}
+    assert {level.m: len(level.blocks) for level in measured if level.blocks} == {slow_from: 1}
     assert sent[slow_from, 64] == sent[slow_from, 16] == 2
     status, checks = verdict_of(measured, decisions)
     assert (status, checks["throughput"].status) == ("fail", "fail")
@@ -251,7 +253,7 @@ def test_servers_are_started_anew_where_their_blocks_resemble_each_other(ratio, 
     measured, decisions = measured_by(server, WorkloadSettings((1, 2, 4)), server.restart)
     assert {decision.status for decision in decisions} == {expected}
     assert 6 < server.starts <= 12
-    assert max(len(one.blocks) for one in measured) <= WorkloadSettings().max_blocks
+    assert max(len(level.blocks) for level in measured) <= WorkloadSettings().max_blocks
     # The control: where they cannot be, something stays open.
     alone = DriftingServer(ratio, 0.02)
     _, decisions = measured_by(alone, WorkloadSettings((1, 2, 4)))
@@ -285,5 +287,5 @@ def test_a_failed_request_ends_the_measuring_and_fails_the_gate():
 @pytest.mark.parametrize("length", [33, 100, 5000])
 def test_canary_prompts_come_from_all_over_the_text(length):
     slices = canary_prompts(list(range(length)))
-    assert all(len(one) == 32 for one in slices)
+    assert all(len(prompt) == 32 for prompt in slices)
     assert len(set(slices)) == min(16, length - 32)

@@ -63,7 +63,7 @@ def test_exchanged_it_fails_and_names_every_m():
 def test_blocks_go_on_where_only_the_rival_is_undecided():
     close = measured_of(nvfp4, lambda m: 2.0 / 1.01, noise=0.05)
     clear = measured_of(nvfp4, iq2_xxs, noise=0.05)
-    blocks = [{one.m: len(one.blocks) for one in measured} for measured in (close, clear)]
+    blocks = [{level.m: len(level.blocks) for level in measured} for measured in (close, clear)]
     assert blocks[0][8] > blocks[1][8]
     assert blocks[0][1] == blocks[1][1], "M=1 has no vote"
 
@@ -79,8 +79,8 @@ def test_the_three_sides_take_turns_at_every_place_and_get_the_same_prompts():
     servers = Servers(
         ARTIFACT, BASELINE, LOAD, TEXT, Repeats(recording, ARTIFACT, BASELINE, None), Rival(RIVAL, 4)
     )
-    one = MeasuredM(8)
-    assert servers.run_block(one) and servers.run_block(one)
+    level = MeasuredM(8)
+    assert servers.run_block(level) and servers.run_block(level)
     assert [model for model, _, _ in sent] == [
         "artifact",
         "baseline",
@@ -93,6 +93,6 @@ def test_the_three_sides_take_turns_at_every_place_and_get_the_same_prompts():
 
 
 def test_without_an_m_that_votes_nothing_is_proved():
-    measured = [one for one in measured_of(nvfp4, iq2_xxs) if one.m == 1]
+    measured = [level for level in measured_of(nvfp4, iq2_xxs) if level.m == 1]
     check = rival_check(measured)
     assert check.status == "inconclusive" and "no M of at least 4" in check.reason

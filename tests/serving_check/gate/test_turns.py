@@ -37,7 +37,7 @@ pytestmark = pytest.mark.long
 LOAD = WorkloadSettings((1, 8), max_blocks=LEAST_BLOCKS)
 TEXT = list(range(500))
 ENDPOINTS = {"artifact": ARTIFACT, "baseline": BASELINE, "rival": RIVAL}
-WORDS = TokenText(lambda text: [ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+WORDS = TokenText(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
 COUNTING = [sys.executable, "-P", str(Path(__file__).parents[1] / "counting_server.py"), "0.0001"]
 QUIET = StageClock(shown=False)
 
@@ -70,15 +70,15 @@ def measured_in_turns(
 @pytest.mark.parametrize(("ratio", "status"), [(2.0, "pass"), (0.7, "fail")])
 def test_groups_of_blocks_decide_and_each_side_starts_once_a_group(ratio: float, status: str):
     measured, starts = measured_in_turns(ratio)
-    assert all(took_turns(one) for one in measured)
+    assert all(took_turns(level) for level in measured)
     points = curve_of(measured, LOAD, Bounds())
     statuses = {point.status for point in points}
     assert status in statuses and (status == "fail" or statuses == {"pass"}), "one failed M ends it"
     assert all(math.isclose(point.ratio, ratio, rel_tol=0.05) for point in points)
-    groups = {block.restarts for one in measured for block in one.blocks}
+    groups = {block.restarts for level in measured for block in level.blocks}
     assert starts == ["baseline", "artifact"] * (len(starts) // 2) + ["baseline"] * (len(starts) % 2)
     assert len(starts) == len(groups) + 1, "who ends a group begins the next"
-    assert all(len(one.blocks) == len(groups) * GROUP for one in measured)
+    assert all(len(level.blocks) == len(groups) * GROUP for level in measured)
 
 
 def test_both_sides_of_a_block_get_the_same_prompts_and_warm_ups_others():
@@ -190,7 +190,7 @@ def test_one_bad_start_is_no_fail():
     repeats = Repeats(limping, ARTIFACT, BASELINE, None)
     turns = Turns(servers, ["artifact", "baseline"], LOAD, TEXT, repeats, 0.93)  # type: ignore[arg-type]
     measured = turns.measure(QUIET)
-    assert all(one.first_looks[0] < math.log(0.93 / 2) for one in measured), "the control"
+    assert all(level.first_looks[0] < math.log(0.93 / 2) for level in measured), "the control"
     assert {point.status for point in curve_of(measured, LOAD, Bounds())} == {"inconclusive"}
 
 
@@ -299,9 +299,11 @@ def test_the_gate_measures_real_servers_in_turns(counting):
         turns.stop()
     assert max(waits["artifact"]) < waits["baseline"][0], "an artifact is waited for as its baseline takes"
     assert len(served.canary) == len(served.baseline_canary) > 0
-    [one] = served.measured
+    [level] = served.measured
     assert (
-        took_turns(one) and len(one.blocks) == LEAST_BLOCKS and not any(block.errors for block in one.blocks)
+        took_turns(level)
+        and len(level.blocks) == LEAST_BLOCKS
+        and not any(block.errors for block in level.blocks)
     )
     assert curve_of(served.measured, load, Bounds())[0].ratio_high is not None
     assert served.compiled == (None, None), "that server does not count"

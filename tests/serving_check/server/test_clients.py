@@ -87,13 +87,13 @@ def ask_all(server, ask, stream: bool) -> list[Answer]:
 @pytest.mark.parametrize("ask", [complete, chat])
 def test_64_at_once_streamed_or_not_give_the_same_texts_and_exact_counts(server, tokenizer, ask):
     streamed, whole = ask_all(server, ask, True), ask_all(server, ask, False)
-    for index, (one, other) in enumerate(zip(streamed, whole, strict=True)):
+    for index, (part, other) in enumerate(zip(streamed, whole, strict=True)):
         text = prompt(index)
         sent = text if ask is complete else f"# user: {text}\n# assistant: "
-        assert one.prompt_tokens == other.prompt_tokens == len(tokenizer.encode(sent))
-        assert one.completion_tokens == other.completion_tokens == OUTPUT
-        assert one.finish_reason == other.finish_reason == "length"
-        assert one.text == other.text
+        assert part.prompt_tokens == other.prompt_tokens == len(tokenizer.encode(sent))
+        assert part.completion_tokens == other.completion_tokens == OUTPUT
+        assert part.finish_reason == other.finish_reason == "length"
+        assert part.text == other.text
     assert len({answer.text for answer in whole}) > 1
 
 

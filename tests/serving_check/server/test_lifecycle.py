@@ -105,7 +105,7 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
 
 def test_the_process_that_answers_has_no_torch_in_memory(server):
     def has_torch(process: psutil.Process) -> bool:
-        return any("libtorch" in one.path for one in process.memory_maps())
+        return any("libtorch" in mapping.path for mapping in process.memory_maps())
 
     api = listening_process(server.base_url)
     assert has_torch(psutil.Process()) and not has_torch(api)

@@ -130,8 +130,8 @@ def test_a_chosen_tool_is_the_only_one_that_the_schema_has():
     required = ChatCompletionRequest(messages=USER, tools=[TOOL, other], tool_choice="required")
     named = ChatCompletionRequest(messages=USER, tools=[TOOL, other], tool_choice=chosen)
     names = [
-        [call["properties"]["name"]["const"] for call in one.answer_schema["items"]["anyOf"]]
-        for one in (required, named)
+        [call["properties"]["name"]["const"] for call in request.answer_schema["items"]["anyOf"]]
+        for request in (required, named)
     ]
     assert auto.answer_schema is None and names == [["add", "other"], ["add"]]
     for wrong in ({"tool_choice": "required"}, {"tools": [other], "tool_choice": chosen}):

@@ -173,8 +173,8 @@ def test_a_ratios_width_is_that_of_its_95_percent_interval_not_of_the_decisions_
 def test_nothing_is_claimed_of_no_blocks_and_of_one():
     test = SequentialTest(floor=FLOOR, number_of_ms=MS)
     assert decide([], test).status == "inconclusive"
-    one = decide([0.5], test)
-    assert (one.status, one.low, one.high) == ("inconclusive", 0.0, math.inf)
+    decision = decide([0.5], test)
+    assert (decision.status, decision.low, decision.high) == ("inconclusive", 0.0, math.inf)
 
 
 def test_a_linear_drift_cancels_over_two_blocks():

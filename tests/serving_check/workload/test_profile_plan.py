@@ -24,7 +24,7 @@ def planned(name: str, shape: ProfileShape, seed: int = 0):
 
 def below_and_up_to(length: float, found: list[int]) -> tuple[float, float]:
     """The shares that are shorter than the whole number before `length`, and that are at most as long."""
-    return fmean(one < int(length) for one in found), fmean(one <= length for one in found)
+    return fmean(drawn < int(length) for drawn in found), fmean(drawn <= length for drawn in found)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -32,7 +32,10 @@ def below_and_up_to(length: float, found: list[int]) -> tuple[float, float]:
 def test_prompts_and_answers_are_as_long_as_those_of_the_trace(name: str, scale: float):
     """One of each equal part of the distribution, so each quantile is met to within one part."""
     profile, requests = PROFILES[name], planned(name, ProfileShape(MANY, 60.0, scale))
-    prompts, answers = [len(one.prompt) for one in requests], [one.output_len for one in requests]
+    prompts, answers = (
+        [len(request.prompt) for request in requests],
+        [request.output_len for request in requests],
+    )
     for lengths, found in ((profile.prompts, prompts), (profile.answers, answers)):
         # Shorter ones than the shortest that are sent are longer than the trace's.
         for share, tokens in ((share, tokens) for share, tokens in lengths.quantiles if tokens >= 32):
@@ -55,8 +58,8 @@ def test_a_plan_is_a_function_of_its_seed_and_no_two_prompts_begin_alike():
     shape = ProfileShape(40, 3.0, 0.2)
     requests = planned("rag", shape)
     assert requests == planned("rag", shape) != planned("rag", shape, seed=1)
-    assert len(requests) == 40 == len({one.prompt[:16] for one in requests})
-    times = [one.at for one in requests]
+    assert len(requests) == 40 == len({request.prompt[:16] for request in requests})
+    times = [request.at for request in requests]
     assert times == sorted(times) and times[0] >= 0 and times[-1] < 3.0
 
 
@@ -81,8 +84,8 @@ def test_all_lengths_are_scaled_alike_where_the_longest_does_not_fit(limits: dic
     shape = shape_of_profile(PROFILES["rag"], 60.0, 20_000, 4_000, **(fits | limits))
     assert shape.scale == pytest.approx(scale)
     requests = planned("rag", shape)
-    assert max(len(one.prompt) + one.output_len for one in requests) <= 4096
-    assert min(len(one.prompt) for one in requests) >= int(scale * 1052)
+    assert max(len(request.prompt) + request.output_len for request in requests) <= 4096
+    assert min(len(request.prompt) for request in requests) >= int(scale * 1052)
 
 
 def test_a_slow_machine_gets_shorter_requests_rather_than_a_longer_run():

@@ -72,13 +72,13 @@ def test_one_of_each_kind_is_not_streamed_and_one_is_a_chat_where_both_servers_t
     in_chats = frozenset(IN_CHATS) - {"end"}
     for seed in range(4):
         requests = planned(seed, replace(SHAPE, kinds_in_chats=in_chats))
-        assert max(requests, key=lambda one: len(one.prompt)).is_streamed
+        assert max(requests, key=lambda request: len(request.prompt)).is_streamed
         alone = [request for request in requests if not request.is_streamed]
-        assert sorted(one.kind for one in alone) == sorted(KINDS - {"aborted"})
-        unstreamed.update(one.kind for one in alone if one.messages)
-        of_kinds = [one.kind for one in requests if one.messages and one.kind in IN_CHATS]
+        assert sorted(request.kind for request in alone) == sorted(KINDS - {"aborted"})
+        unstreamed.update(request.kind for request in alone if request.messages)
+        of_kinds = [request.kind for request in requests if request.messages and request.kind in IN_CHATS]
         assert sorted(of_kinds) == sorted(in_chats)
-        chats.update(one.full_kind for one in requests if one.messages)
+        chats.update(request.full_kind for request in requests if request.messages)
     # Every other time it is the chat.
     assert unstreamed == {**dict.fromkeys([*in_chats, "sampled"], 2), "chat": 4}
     assert {"unstreamed logprobs chat", "logprobs chat", "unstreamed chat", "sampled chat"} <= chats.keys()
@@ -86,15 +86,19 @@ def test_one_of_each_kind_is_not_streamed_and_one_is_a_chat_where_both_servers_t
 
 def test_some_sampled_requests_are_chats_and_some_chats_have_a_system_message():
     with_system = replace(CONVERSATIONS, turns=(*TURNS, *WITH_SYSTEM))
-    requests = [one for seed in range(5) for one in plan_requests(seed, SHAPE, TEXT, ANSWERED, with_system)]
-    sampled = [one for one in requests if one.kind == "sampled"]
-    chats = [one for one in sampled if one.messages]
-    assert sum(bool(one.messages) for one in sampled) == pytest.approx(len(sampled) / 4, abs=5)
-    assert all(one.temperature and one.seed is not None for one in chats)
-    assert all(one.prompt == tuple(encode_chat(one.messages)) for one in chats)
-    roles = {tuple(role for role, _ in one.messages) for one in requests if one.messages}
+    requests = [
+        request for seed in range(5) for request in plan_requests(seed, SHAPE, TEXT, ANSWERED, with_system)
+    ]
+    sampled = [request for request in requests if request.kind == "sampled"]
+    chats = [request for request in sampled if request.messages]
+    assert sum(bool(request.messages) for request in sampled) == pytest.approx(len(sampled) / 4, abs=5)
+    assert all(request.temperature and request.seed is not None for request in chats)
+    assert all(request.prompt == tuple(encode_chat(request.messages)) for request in chats)
+    roles = {tuple(role for role, _ in request.messages) for request in requests if request.messages}
     assert roles == {*TURNS, *WITH_SYSTEM}
-    assert {roles[0] for one in planned() if (roles := [role for role, _ in one.messages])} == {"user"}
+    assert {roles[0] for request in planned() if (roles := [role for role, _ in request.messages])} == {
+        "user"
+    }
 
 
 def test_kinds_that_cannot_be_asked_for_are_left_out():
@@ -141,7 +145,9 @@ def test_answers_have_the_mean_that_rates_are_computed_from():
         block = planned(seed)
         # The longest prompt has a longer answer.
         longest = max(len(request.prompt) for request in block)
-        requests += [one for one in block if not one.may_end_early and len(one.prompt) < longest]
+        requests += [
+            request for request in block if not request.may_end_early and len(request.prompt) < longest
+        ]
     lengths = [request.output_len for request in requests]
     # Each of a block's requests has a stratum of the logarithms, and the one of the longest may be left out.
     assert min(lengths) == 8 and 200 * (8 / 200) ** (2 / len(planned())) < max(lengths) <= 200
@@ -171,7 +177,7 @@ def test_one_prompt_is_as_long_as_is_asked_for_and_has_an_answer_at_that_context
         assert len(long.prompt) == 1500 and long.output_len >= LEAST_LONG_ANSWER
         assert sum(len(request.prompt) for request in others) <= 3000
         # What the context leaves no room for is not asked.
-        [whole] = {max(len(one.prompt) for one in planned(seed, replace(shape, long_prompt=9999)))}
+        [whole] = {max(len(request.prompt) for request in planned(seed, replace(shape, long_prompt=9999)))}
         assert whole == SHAPE.context - LEAST_LONG_ANSWER
 
 
@@ -237,13 +243,16 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
 
 def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
     for seed in range(10):
-        sampled = [one for one in planned(seed) if one.kind == "sampled" and not one.messages]
+        sampled = [request for request in planned(seed) if request.kind == "sampled" and not request.messages]
         drawn = Counter((request.prompt, request.seed, request.temperature) for request in sampled)
         assert sorted(drawn.values(), reverse=True)[:2] == [2, 1]
         prompts = Counter(prompt for prompt, _, _ in drawn)
         assert sorted(prompts.values(), reverse=True)[:2] == [2, 1]
         (twice,) = (prompt for (prompt, _, _), count in drawn.items() if count == 2)
-        assert len({(one.temperature, one.output_len) for one in sampled if one.prompt == twice}) == 1
+        assert (
+            len({(request.temperature, request.output_len) for request in sampled if request.prompt == twice})
+            == 1
+        )
         assert prompts[twice] == 2 and len(twice) == min(len(request.prompt) for request in sampled)
         first, last = sampled[0], sampled[-1]
         assert first.prompt == twice and first == replace(last, at=first.at), "beside few and beside many"
@@ -251,7 +260,7 @@ def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
 
 def test_the_bias_is_against_the_tokens_that_the_text_has_most():
     text = [1, 2, 3, 4] * 100 + [5] * 1000 + list(range(6, 1000))
-    [request] = [one for one in plan_requests(0, SHAPE, text) if one.kind == "adjusted"][:1]
+    [request] = [request for request in plan_requests(0, SHAPE, text) if request.kind == "adjusted"][:1]
     tokens = [token for token, _ in request.adjustments.bias]
     assert tokens[:5] == [5, 1, 2, 3, 4] and {bias for _, bias in request.adjustments.bias} == {-5.0}
 
