@@ -31,6 +31,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Problem
+from scalegate.tests.bench.kernels import older_gpu_humming
 from scalegate.tests.bench.kernels.linear import MODELS, exact_weight, geometric_mean
 from scalegate.tests.bench.kernels.older_gpu import pretend
 from torch import Tensor
@@ -303,6 +304,8 @@ def main() -> None:
     options = parser.parse_args()
     pretend(*CAPABILITY)  # before anything compiles
     ms, peers = [int(m) for m in options.m.split(",")], options.peers.split(",")
+    if HUMMING in peers:
+        older_gpu_humming.pretend()
     if MARLIN in peers:
         torch.ops.load_library(options.marlin)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
