@@ -34,7 +34,11 @@ from .options import AttentionOptions
 TILE = 128
 """Tokens in a tile, for every number of heads; a program may take a part of one."""
 LARGE = 1024
-"""Tokens in a step: from here on a program takes 128 rows instead of 64. The bits are the same."""
+"""Tokens in a step: from here on a program takes 128 rows instead of 64.
+
+The bits are the same on Hopper. With mma.sync they are not: Triton divides 64 rows among the warps by keys,
+128 rows by rows.
+"""
 
 
 def prefill_attention_reference(

@@ -18,7 +18,7 @@ from ...kernels.attention.choose_prefill import attend_prefill
 from ...kernels.attention.decode import DecodeWorkspace, decode_attention
 from ...kernels.attention.options import AttentionOptions
 from ...kernels.attention.prefill import prefill_attention
-from ...kernels.device import compute_capability
+from ...kernels.device import compute_capability, keeps_sums_in_registers
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .layer import KVShape, PoolSize, StoredPages, Workspaces, widened
 
@@ -129,11 +129,13 @@ class CudaLayerKV:
         options: AttentionOptions,
     ) -> None:
         widened = None
+        one_form = metadata.batch_invariance != "tuned"
+        # mma.sync adds up operands of eight bits in another order than operands of sixteen.
+        one_order = not keeps_sums_in_registers(compute_capability(query.device))
         # A step so large that it is no graph reads each page many times: eight bits are widened once.
-        if metadata.host is not None and self.key_pages.element_size() == 1:
+        if metadata.host is not None and self.key_pages.element_size() == 1 and (one_order or not one_form):
             widened = self._prefill_pages.of(metadata.host, query.device)
         pages = self.key_pages, self.value_pages, metadata.block_table
-        one_form = metadata.batch_invariance != "tuned"
         attend_prefill(query, *pages, tiles, options, output, one_form, widened)
 
     def _refuse_unsupported(self) -> None:

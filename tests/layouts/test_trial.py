@@ -101,5 +101,5 @@ def test_what_was_found_is_asked_for_once(monkeypatch):
     tried = []
     monkeypatch.setattr(trial, "failure", lambda layout, asked: tried.append(asked) or "does not run")
     on_gpu = Problem(Int4(128), 4096, 4096, torch.bfloat16, torch.device("cuda"))
-    assert [LAYOUTS["swap_ab"].refuses(on_gpu) for _ in range(3)] == ["does not run"] * 3
+    assert [LAYOUTS["int4_portable"].refuses(on_gpu) for _ in range(3)] == ["does not run"] * 3
     assert len(tried) == 1

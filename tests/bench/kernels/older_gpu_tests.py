@@ -17,7 +17,7 @@ VARIABLE = "SCALEGATE_PRETENDED_GPU"
 FOLDERS = ("kernels", "layouts", "serving_check")
 HOPPERS_OWN = (
     "test_hopper_prefill_gpu.py", "test_int4_gpu.py", "test_int8_gpu.py", "test_iq2_xxs_gpu.py",
-    "test_nvfp4_gpu.py",
+    "test_nvfp4_gpu.py", "test_pdl_gpu.py",
 )  # fmt: skip
 SHOWN_LINES = 30
 

@@ -22,6 +22,8 @@ from scalegate.serving_check.engine.scheduler import PrefillChunk
 from scalegate.serving_check.engine.sequence import Sequence
 from scalegate.serving_check.engine.step_input import StepBuffers
 
+from ...needs_e4m3 import marked
+
 pytestmark = pytest.mark.gpu
 
 MAX_ERROR, EQUAL_CODES = 1e-2, 0.999
@@ -180,7 +182,7 @@ def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
-@pytest.mark.parametrize("name, heads", CASES, ids=str)
+@pytest.mark.parametrize("name, heads", [marked(*case) for case in CASES], ids=str)
 def test_prompts_in_two_chunks_and_decoding_are_those_of_the_reference(
     name: str, heads: tuple[int, int, int], in_graph: bool
 ):
@@ -204,7 +206,7 @@ def test_prompts_in_two_chunks_and_decoding_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    "name, heads", [("int4_per_token_head", GQA_4), ("int4_per_token_head", GQA_16), ("nvfp4", GQA_4)]
+    "name, heads", [("int4_per_token_head", GQA_4), ("int4_per_token_head", GQA_16), marked("nvfp4", GQA_4)]
 )
 def test_tokens_hold_the_codes_of_the_reference(name: str, heads: tuple[int, int, int]):
     layer = Layer(name, heads)
