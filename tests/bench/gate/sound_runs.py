@@ -4,8 +4,8 @@
 
 The bundled checkpoint in four forms, each at three loads (prompt tokens and answer tokens of a request): the
 runs take the twelve pairs in turn. Each is quantized once, by its recipe with BOUNDS, since KVarN and long
-prompts are slower than the release policy allows on a CPU. `--keep` keeps each verdict by the name of its row,
-for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
+prompts are slower than the release policy allows on a CPU. `--keep` keeps each verdict by the name of its
+row, for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
 """
 
 import argparse
