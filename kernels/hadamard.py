@@ -22,14 +22,16 @@ def _matrix(dim: int, device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 def rotate_reference(x: Tensor) -> Tensor:
-    """Multiply x [..., D] by H, in fp32. D is a power of two."""
+    """Multiply x [..., D] by the Hadamard matrix, in fp32. D is a power of two."""
     dim = x.shape[-1]
     return (x.float() @ _matrix(dim, x.device)) * dim**-0.5
 
 
 @triton.jit
 def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
-    """Multiply x fp32 [ROWS, DIM] by H: one butterfly for each bit of the index, from top to bottom."""
+    """Multiply x fp32 [ROWS, DIM] by the Hadamard matrix: one butterfly for each bit of the index, from the
+    highest bit to the lowest.
+    """
     for _ in tl.static_range(LOG_DIM):
         halves = tl.permute(tl.reshape(x, [ROWS, 2, DIM // 2]), [0, 2, 1])
         low, high = tl.split(halves)
@@ -39,7 +41,8 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
 
 @triton.jit
 def rotate_slices(x0, x1, x2, x3, matrix_ptr, WIDTH: tl.constexpr):
-    """Multiply columns by H, fp32: slices [D/4, M] of neighbouring channels are multiplied, then added.
+    """Multiply columns by the Hadamard matrix, in fp32: slices [D/4, M] of neighbouring channels are
+    multiplied, then added.
 
     The Hadamard matrix of D is the Kronecker product of those of 4 and of D/4. matrix: fp16 [D/4, D/4] of +-1
     """
@@ -81,7 +84,8 @@ def rotates_by_products(x: Tensor) -> bool:
 
 
 def rotate_rows(x: Tensor, out: Tensor) -> None:
-    """Write x [T, H, D], a token's heads contiguous, times H into `out`, contiguous, of any float dtype.
+    """Write x [T, H, D] times the Hadamard matrix into `out`, contiguous, of any float dtype; a token's heads
+    are contiguous in x.
 
     The rotation uses the matrix units: for many tokens a butterfly takes three times as long.
     """

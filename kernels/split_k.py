@@ -9,7 +9,9 @@ from .triton_imports import tl, triton
 
 @triton.jit
 def partials_of(partials, tile, splits, BN: tl.constexpr, BM: tl.constexpr):
-    """Return where a tile [bn, bm] has its first split's sums; the next split's follow after bn * bm."""
+    """Return where the sums of a tile [bn, bm] in its first split lie; the sums of the next split follow bn *
+    bm numbers later.
+    """
     within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     return partials + tile.to(tl.int64) * splits * (BN * BM) + within
 

@@ -89,7 +89,8 @@ class Decoder(ABC):
     def planes(self) -> int:
         """Planes: 1, or 2 if the weight is the sum of two that are stored one behind the other along K.
 
-        Each of two planes has a multiple of 256 columns, so that no stage is in both.
+        If there are two planes, each has a multiple of 256 columns, so that no stage of the ring lies in
+        both.
         """
         return 1
 

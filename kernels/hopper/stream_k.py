@@ -18,8 +18,8 @@ tile, do others whole and begin one more:
   same split recurs every two, three or four CTAs, start offsets give the senders less to multiply
   (`stream_k_config.balanced_start_offsets`). Or tail partials are prefetched: `tail_prefetch.py`.
 * An owner waits only for CTAs with higher numbers, which the grid starts earlier (it counts backwards), so an
-owner never waits for a CTA that has yet to be scheduled. With as many CTAs as tiles (data-parallel) nobody
-waits.
+owner never waits for a CTA that has yet to be scheduled. If there are as many CTAs as tiles (data-parallel),
+no CTA waits for another.
 * All CTAs read x. If several CTAs are at the same columns at the same time, L2 serves them with one read from
   memory. So a number of CTAs that splits few tiles alike is worth more than one that keeps every SM busy: 80
   tiles of 256 rows of x by 120 CTAs, three for two tiles, take 40 us, by 132 CTAs 51 (H200, November 2026).

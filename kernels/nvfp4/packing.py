@@ -24,7 +24,7 @@ one rotation and one mask bring the codes of three slices to these places; the f
       2           12            0x81C0
       3            0            0x8180, and m in bit 14 of its half, moved to 6
 
-A scale is recoded so that it, too, is a mask away from bf16: a byte of five bits of exponent, + 22, and three
+A scale is recoded so that one mask turns it into bf16, too: a byte of five bits of exponent, + 22, and three
 of mantissa, in bits 11 to 4 of a half under 0x7000 is the scale times 2^119 (2^126 of its own would not fit:
 E4M3 reaches 448). Each row r of each warp has two words of scales, [w, r, 2]:
 

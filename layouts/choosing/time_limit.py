@@ -19,7 +19,7 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime inside the `with` block after so many seconds."""
+    """Raise OutOfTime inside the `with` block after that many seconds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -61,7 +61,7 @@ class _Step:
 
 
 def refuse_chunk(chunk: int, page_size: int, device: torch.device) -> None:
-    """Raise UserError if attention in chunks of so many tokens is not supported."""
+    """Raise UserError if attention in chunks of `chunk` tokens is not supported."""
     least = TILE if device.type == "cuda" else 1
     if chunk < least or chunk % page_size:
         raise UserError(

@@ -154,7 +154,7 @@ def refuse_without_e4m3(device: torch.device, name: str, instead: str) -> None:
 
 
 def refuse_page_size(page_size: int) -> None:
-    """Raise UserError if the kernels do not support pages of so many tokens."""
+    """Raise UserError if the kernels do not support pages of this number of tokens."""
     if page_size < SMALLEST_PAGE or page_size & (page_size - 1):
         raise UserError(
             f"pages of {page_size} tokens are not served on a GPU; "

@@ -206,8 +206,8 @@ def parameters_of(experts: nn.Module) -> dict[str, Tensor]:
 def pack_unquantized_experts(model: nn.Module, batch_invariance: BatchInvariance = "tuned") -> int:
     """Replace a model's own experts modules without copying their weights; return how many.
 
-    GPUs need this, since a CUDA graph cannot contain a product that asks the host which experts are used, and
-    so does batch-invariant serving on any device.
+    GPUs need packed experts, since a CUDA graph cannot contain a product that asks the host which experts are
+    used. Batch-invariant serving needs them on any device.
     """
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     own = {name: module for name, module in found.items() if parameters_of(module)}

@@ -71,7 +71,9 @@ class FP8Scaled:
         return packed if example is None else self.with_input(packed, example)
 
     def with_input(self, packed: PackedWeight, input_format: InputFormat) -> PackedWeight:
-        """The weight for inputs that are rounded so: with a scale of their own, if it is static."""
+        """Return the packed weight for inputs that are rounded by `input_format`, with their scale if it is
+        static.
+        """
         if not isinstance(input_format, E4M3StaticInput):
             return packed
         of_input = input_format.scale.float().to(packed.tensors["codes"].device).reshape(1)

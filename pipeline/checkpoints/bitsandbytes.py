@@ -2,9 +2,9 @@
 
 At four bits `<module>.weight` is uint8 [N * K / 2, 1], or the same bytes in a wider dtype, and the first code
 of a byte is in its high nibble. The weight comes with the `absmax` of each block, the `quant_map` of the
-sixteen values, and a JSON state. `absmax` may be quantized in its turn. At eight bits the weight is int8 [N,
-K], and `SCB` has each row's largest magnitude; the weight is decoded to the dtype of the 16-bit tensors
-beside it.
+sixteen values, and a JSON state. `absmax` may itself be quantized. At eight bits the weight is int8 [N, K],
+and `SCB` has each row's largest magnitude; the weight is decoded to the dtype of the 16-bit tensors beside
+it.
 """
 
 from collections.abc import Mapping

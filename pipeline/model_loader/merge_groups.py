@@ -42,7 +42,9 @@ def no_experts(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
 
 
 def merged_alike(groups: list[list[str]], kinds: dict[str, object]) -> list[list[str]]:
-    """Split each group by kind; a layer without a kind, or the only one of its kind, is left out."""
+    """Split each group by kind; layers without a kind, and layers that are the only ones of their kind, are
+    left out.
+    """
     found = []
     for names in groups:
         by_kind: dict[object, list[str]] = {}

@@ -204,12 +204,12 @@ def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> t
 
 
 def alternatives_error(told: Sequence[TopLogprobs], logits: Tensor) -> float | None:
-    """Return the mean difference in nats of the told log-probabilities of the most likely tokens; None
-    without any.
+    """Return the mean difference in nats of the log-probabilities that the server reports for the most likely
+    tokens; None if it reports none.
 
-    Each told log-probability is compared with that of the token that it is said to be of, and with the one of
-    its rank. The larger difference counts: tokens may be wrong with their own log-probabilities, or right
-    with another token's.
+    Each log-probability that the server reports is compared with that of the reported token, and with that of
+    the token at the same rank. The larger difference counts: tokens may be wrong with their own
+    log-probabilities, or right with another token's.
 
     logits: [tokens, V]
     """

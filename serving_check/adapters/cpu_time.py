@@ -33,7 +33,7 @@ class _Status:
 def server_processes(supervisor: int, log: Path) -> list[int]:
     """Return the ids of the processes below the supervisor, and of all others that write to the server's log.
 
-    A fork server's children are not below the supervisor, but have its log for their output.
+    A fork server's children are not below the supervisor, but write their output to the same log.
     """
     statuses = _statuses()
     found = _below(supervisor, statuses)

@@ -2,8 +2,8 @@
 
 The bounds leave a sound 4-bit artifact a small margin. The bounds on the tail catch faults that a mean hides:
 a few tokens, or a few packed words, that are wrong while everything else is right. The bound on the mean
-holds for each domain too: a kind of text that is far off is not excused by the other kinds. A text given by
-the user is held to all bounds by itself.
+holds for each domain too: a kind of text that is far off is not excused by the other kinds. A text that the
+user gives must meet all bounds by itself.
 """
 
 import math

@@ -112,7 +112,9 @@ class CudaRunner:
             self._run_padding(shape)
 
     def warm_up_requests(self) -> list[int]:
-        """Return the batch sizes to warm up: every bucket. A size's graph is captured when it first runs."""
+        """Return the batch sizes to warm up: every bucket. The CUDA graph of a batch size is captured when a
+        batch of that size first runs.
+        """
         return list(self.decode_buckets)
 
     def _shape(self, batch: Schedule) -> StepShape:

@@ -222,7 +222,8 @@ class _Room:
         return self.free - self.kept
 
     def require(self, page_bytes: int, why: str) -> None:
-        """Raise UserError if pages of so many bytes do not fit beside what requests keep.
+        """Raise UserError if pages of this many bytes do not fit beside the memory that requests take
+        otherwise.
 
         why: the option or the limit that requires the pages
         """

@@ -44,7 +44,7 @@ class ModelRunner(Protocol):
         """Return the sizes in tokens for which the engine must call `warm_up`."""
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run a mixed batch of so many tokens, all of them padding."""
+        """Run a mixed batch of `num_tokens` tokens, all of them padding."""
 
     def warm_up_requests(self) -> list[int]:
         """Return the batch sizes of decode steps that must run once before the first request is served."""

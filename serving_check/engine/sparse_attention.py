@@ -1,8 +1,8 @@
 """Sparse attention within the length up to which it is dense, and served as dense attention.
 
 Layers of DeepSeek-V3.2, GLM-5 or MiniMax-M3 have an indexer, which chooses the keys that each query sees. If
-a context is short enough to be chosen whole, such a layer is causal attention. Attention to chosen keys is
-not supported.
+a context is short enough, the indexer chooses all of it, and the layer is ordinary causal attention.
+Attention to chosen keys is not supported.
 """
 
 from collections.abc import Callable

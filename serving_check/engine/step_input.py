@@ -280,7 +280,7 @@ class StepBuffers:
     def _pad(
         self, arrays: _Arrays[np.ndarray], tokens: int, requests: int, logits: int, shape: StepShape
     ) -> None:
-        """Write padding after so many tokens, requests and logits."""
+        """Write padding after the given numbers of tokens, requests and logits."""
         arrays.token_ids[tokens:] = 0
         arrays.positions[tokens:] = 0
         arrays.slot_mapping[tokens:] = -1

@@ -212,8 +212,8 @@ def _beside_other_seeds(sampled: Sequence[ServedInUse]) -> list[ServedInUse]:
 
 
 def _spread(answers: Sequence[ServedInUse]) -> Iterator[ServedInUse]:
-    """Yield all answers in order: first the longest contexts, then each time the one whose like was chosen
-    least.
+    """Yield all answers in order: first the longest contexts, then each time an answer of the kind that was
+    chosen least often so far.
 
     Answers are alike if they have the same kind, contexts and Ms within a power of two, and both have
     neighbours or neither has.
@@ -239,7 +239,7 @@ def _like(answer: ServedInUse) -> tuple[Hashable, ...]:
 
 
 def _least(likes: Sequence[tuple[Hashable, ...]], chosen: Counter[Hashable]) -> int:
-    """Return the index of the first answer whose like was chosen least, summed over all respects in which
-    answers are alike.
+    """Return the index of the first answer that resembles the chosen ones least, summed over all respects in
+    which answers are compared.
     """
     return min(range(len(likes)), key=lambda index: sum(chosen[like] for like in likes[index]))

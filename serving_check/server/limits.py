@@ -9,8 +9,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds that are checked before the work that they bound. A value that is not allowed raises
-    UserError.
+    """The limits, each of which is checked before the work that it limits is done. A value that is not
+    allowed raises UserError.
     """
 
     max_body_mib: int = option(4, "Largest request body, in MiB; a larger body is answered 413.", minimum=1)

@@ -1,4 +1,5 @@
-"""Tokens to text as they come: no broken characters between chunks, no part of a stop string let out.
+"""Turns tokens into text as they arrive, without broken characters between chunks and without parts of a stop
+string.
 
 Whole texts are converted by the tokenizer's own `decode`, with the same results. tokenizers' `DecodeStream`
 is quicker but cannot be finished: the text that it holds back is lost at the end, and it holds back all text

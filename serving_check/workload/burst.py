@@ -83,7 +83,7 @@ def send_burst(
 
 
 def leave_long_answers(endpoint: Endpoint, text: Sequence[int], requests: int, tokens: int) -> None:
-    """Ask for answers of so many tokens at once, and go away after the first chunk of each."""
+    """Ask for answers of that many tokens at once, and disconnect after the first chunk of each."""
     body = {"model": endpoint.model, "prompt": list(text[:PROMPT_TOKENS]), "max_tokens": tokens}
     body |= {"temperature": 0.0, "ignore_eos": True, "stream": True}
     request = _Tiny(tokens, json.dumps(body).encode(), route_of(is_chat=False), is_left=True)

@@ -224,7 +224,7 @@ def plan_requests(
 
     text: token ids that prompts are cut from
     answered: prompts with the greedy answers that the artifact's server gave; stop strings are cut from these
-    conversations: None without a chat template, and then nothing is asked as a chat
+    conversations: None without a chat template; the plan then has no chats
     """
     generator = random.Random(seed)
     stops = [(tuple(prompt), stop) for prompt, answer in answered if (stop := stop_string(answer))]

@@ -1,10 +1,11 @@
 """Writes KVarN pages: every page that is due is normalized, quantized and packed in one launch.
 
-The reference is `quantize_reference` in `reference.py`. A page is due as soon as it has its last token. A
-decoding request's next step first writes that page, in all layers at once (`flush_decoded`): the host reads
-nothing, and a launch ends at once if no page is due. Prefill writes the pages that it fills within the step,
-because later tokens of the prompt read them (`flush_prompts`). `flush_decoded` and `flush_prompts` rotate the
-same rows with the same products, so a page holds the same codes whichever function wrote it.
+The reference is `quantize_reference` in `reference.py`. A page is due, that is, has to be quantized, as soon
+as it has its last token. A decoding request's next step first writes that page, in all layers at once
+(`flush_decoded`): the host reads nothing, and a launch ends at once if no page is due. Prefill writes the
+pages that it fills within the step, because later tokens of the prompt read them (`flush_prompts`).
+`flush_decoded` and `flush_prompts` rotate the same rows with the same products, so a page holds the same
+codes whichever function wrote it.
 
 There are two writers. GPUs of compute capability 8.0 and more (A100, RTX 30 and newer) run the Gluon kernels
 of `flush_pages.py`. Older GPUs (V100, T4, RTX 20) and Triton's interpreter run the Triton kernels below.

@@ -56,7 +56,9 @@ def _signs(DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def rotate_rows(x):
-    """Multiply x [G, D], in the layout of `rows_layout`, by H in fp16; fp32 is rounded to fp16 first."""
+    """Multiply x [G, D], in the layout of `rows_layout`, by the Hadamard matrix in fp16; x in fp32 is rounded
+    to fp16 first.
+    """
     G: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     BLOCKS: gl.constexpr = D // 16

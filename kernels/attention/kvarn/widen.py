@@ -95,7 +95,7 @@ def _values(
 
 @triton.jit
 def _rotated(x, matrix_ptr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """Multiply x [4, N, D/4] by H, to fp32 [4, N * D/4]."""
+    """Multiply x [4, N, D/4] by the Hadamard matrix; the result is fp32 [4, N * D/4]."""
     line = tl.arange(0, WIDTH)
     matrix = tl.load(matrix_ptr + line[:, None] * WIDTH + line[None, :])
     y = tl.dot(tl.reshape(x.to(tl.float16), [4 * TOKENS, WIDTH]), matrix)

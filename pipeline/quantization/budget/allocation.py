@@ -70,8 +70,8 @@ class Allocation:
 
 
 def allocate(groups: Sequence[Group], budget: Budget, fixed: tuple[int, float] = (0, 0.0)) -> Allocation:
-    """Return the formats that buy most within `budget`. Raise UserError if even the smallest formats need
-    more bits.
+    """Return the formats that reduce the loss most within `budget`. Raise UserError if even the smallest
+    formats need more bits.
 
     fixed: as in `Allocation`
     """

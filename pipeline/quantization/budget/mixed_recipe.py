@@ -62,7 +62,7 @@ def mixed_recipe(
     folder: Path,
     progress: bool,
 ) -> MixedRecipe:
-    """Return the job's recipe with the formats that buy most within `budget`.
+    """Return the job's recipe with the formats that reduce the loss most within `budget`.
 
     Modules that a rule of the recipe names keep the rule's format, and so do modules that are merged with
     them. source: the identity of the checkpoint's bytes

@@ -100,7 +100,7 @@ class CompiledLayers:
     def compiled(self, layer: nn.Module, args: tuple, kwargs: dict) -> "_CompiledForward | None":
         """Return the layer's forward, compiled for arguments like these and shared by layers that are alike.
 
-        The result is None if compiling such a layer has failed before.
+        The result is None if compiling a layer of the same kind has failed before.
         """
         following = self.chain.next_norm(layer)
         kind = (_signature(layer), _signature(following), _signature(args), _signature(kwargs))

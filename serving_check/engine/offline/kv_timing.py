@@ -65,7 +65,7 @@ def time_kv_formats(
 
 
 def _over_a_page(plain: float, full: float, name: str, device: torch.device) -> float:
-    """Return the mean time of a step. One step in as many as a page has tokens completes the page."""
+    """Return the mean time of a step. Of as many steps as a page has tokens, one completes a page."""
     return plain + (full - plain) / KV_FORMATS[name].page_size(device)
 
 

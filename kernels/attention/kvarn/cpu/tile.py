@@ -85,7 +85,7 @@ def of_half(half: Any) -> Any:
 
 @njit(error_model="numpy")
 def rotate(x: Any, at: int, dim: int) -> None:
-    """Multiply x[at : at + dim] by H."""
+    """Multiply x[at : at + dim] by the Hadamard matrix."""
     scale = splat(ONE / np.float32(np.sqrt(dim)))
     for d in range(at, at + dim, WIDTH):
         store(x, d, rotated(load(x, d)) * scale)
