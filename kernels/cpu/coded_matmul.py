@@ -37,16 +37,13 @@ PANEL_ROWS = 64
 class Kernel(NamedTuple):
     """product: takes numbers alone, in the order of `_product`; part: the address of the code that each
     thread runs
+
+    dtype: of x and y
     """
 
     product: Callable[..., int]
     part: int
-    kind: Kind
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of x and y."""
-        return torch.bfloat16 if self.kind.pairs else torch.float32
+    dtype: torch.dtype
 
 
 def matmul(x: Tensor, packed: PackedCodes, group_size: int, compiled: Kernel) -> Tensor:
@@ -94,7 +91,7 @@ def kernel(instructions: Instructions, codes: Codes, scales: Scales) -> Kernel:
         product.enable_caching()
     product.compile((types.int64,) * 12)
     product.disable_compile()
-    return Kernel(product, compiled.address or 0, kind)
+    return Kernel(product, compiled.address or 0, torch.bfloat16 if kind.pairs else torch.float32)
 
 
 @functools.cache

@@ -104,6 +104,17 @@ def number_at(typing: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def pointer(typing: Any, address: Any, kind: Any) -> Any:
+    """Return an address as a pointer to numbers of the type of `kind`, for `numba.carray`."""
+    result = types.CPointer(kind)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.inttoptr(arguments[0], context.get_value_type(result))
+
+    return result(types.int64, kind), code
+
+
+@intrinsic
 def take_number(typing: Any, address: Any) -> Any:
     """Return the int64 at `address`, and increase it by one atomically for the next caller on any thread."""
 

@@ -12,16 +12,17 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import carray, njit, types
 
 from ..attention.kvarn.cpu import lanes
 from ..attention.kvarn.cpu.compiled import NUMBERS
 from ..attention.kvarn.cpu.lanes import WIDTH, fma, load, splat, store, total
 from ..attention.kvarn.cpu.tile import ONE, ZERO
+from ..cpu import vectors
+from ..cpu.vectors import pointer
 
 DIM_MULTIPLE = 2 * WIDTH
 Kernel = Callable[..., None]
@@ -33,29 +34,33 @@ def serves(dtype: torch.dtype, dim: int) -> bool:
 
 @functools.cache
 def rms_norm(dtype: torch.dtype) -> Kernel:
-    """Return `rms_norm` compiled for one dtype; the compiled code is kept on disk. Arguments of other types
-    are an error.
+    """Return `rms_norm` compiled for one dtype; the compiled code is kept on disk.
+
+    It takes addresses, since handing over an array costs as much as the norm of a small row.
     """
-    numbers = types.Array(NUMBERS[dtype], 1, "C")
-    compiled = njit(nogil=True, error_model="numpy")(_rms_norm(_sources()))
+    zero = np.dtype(str(NUMBERS[dtype])).type(0)
+    compiled = njit(nogil=True, error_model="numpy")(_rms_norm(_sources(), zero))
     # Raised where no folder can be written to.
     with contextlib.suppress(RuntimeError):
         compiled.enable_caching()
-    compiled.compile((numbers, numbers, numbers, types.float64))
+    compiled.compile((*(types.int64,) * 5, types.float64))
     compiled.disable_compile()
     return compiled
 
 
-def _rms_norm(sources: str) -> Kernel:
+def _rms_norm(sources: str, zero: np.generic) -> Kernel:
     """sources: a digest of all source code that is compiled into the kernel, since numba's cache looks at
-    this file alone.
+    this file alone
+    zero: a number of the type that the tensors' memory is read as
     """
 
-    def rms_norm(x: Any, weight: Any, out: Any, eps: float) -> None:
-        """x, out: flat, of rows as long as the weight."""
+    def rms_norm(x_at: int, weight_at: int, out_at: int, rows: int, dim: int, eps: float) -> None:
+        """Addresses of x and out, contiguous [rows, dim], and of the weight [dim]."""
         _ = sources
-        dim = len(weight)
-        for row in range(0, len(x), dim):
+        size = rows * dim
+        x, out = carray(pointer(x_at, zero), size), carray(pointer(out_at, zero), size)
+        weight = carray(pointer(weight_at, zero), dim)
+        for row in range(0, size, dim):
             even = odd = splat(ZERO)
             for d in range(row, row + dim, 2 * WIDTH):
                 first, second = load(x, d), load(x, d + WIDTH)
@@ -70,5 +75,5 @@ def _rms_norm(sources: str) -> Kernel:
 
 @functools.cache
 def _sources() -> str:
-    files = (Path(str(path)).read_bytes() for path in (__file__, lanes.__file__))
+    files = (Path(str(path)).read_bytes() for path in (__file__, lanes.__file__, vectors.__file__))
     return hashlib.sha256(b"".join(files)).hexdigest()

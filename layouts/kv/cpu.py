@@ -100,7 +100,8 @@ class CpuLayerKV:
         sinks: Tensor | None,
     ) -> Tensor:
         host, padded = on_host(metadata), query.shape[0]
-        options = replace(options, sinks=sinks)
+        if sinks is not options.sinks:
+            options = replace(options, sinks=sinks)
         decodes = host.num_decodes if self._decoder and metadata.batch_invariance == "tuned" else 0
         if not decodes:
             output = self._by_reference(query, key, value, metadata, options, slice(0, host.num_tokens))
@@ -164,8 +165,12 @@ class _Decoder:
         )
         sinks = NO_SINKS if options.sinks is None else options.sinks.detach().float().contiguous().numpy()
         behind = options.scale, options.softcap or 0.0, sinks
-        work = int(lengths.sum()) * self._heads
-        shares = max(1, min(units, torch.get_num_threads(), work // WORTH_A_THREAD))
+        shares = min(units, torch.get_num_threads())
+        if shares > 1:
+            shares = max(1, min(shares, int(lengths.sum()) * self._heads // WORTH_A_THREAD))
+        if shares == 1:
+            self._kernel(*before, 0, units, *behind)
+            return output
         cuts = [units * share // shares for share in range(shares + 1)]
         self._threads.call(
             [partial(self._kernel, *before, *cuts[at : at + 2], *behind) for at in range(shares)]

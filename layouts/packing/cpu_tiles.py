@@ -54,13 +54,14 @@ class CpuTiles:
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         packed, form, group_size = self.arrange(weight)
         # Compiled here, so that nothing is in the first product.
-        _kernel(dtype, self.codes, form)
+        _kernel(dtype, self.codes.value, form.value)
         attributes = {"group_size": group_size, "scales": int(form)}
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, packed._asdict(), attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
         tensors, attributes, dtype = packed.tensors, packed.attributes, packed.dtype
-        multiply, kernel = _kernel(dtype, self.codes, attributes["scales"])
+        # A plain number has a quicker hash than an enum's member, and every layer of every step comes here.
+        multiply, kernel = _kernel(dtype, self.codes.value, attributes["scales"])
         if kernel.dtype is not dtype:
             x = x.to(kernel.dtype)
         codes = PackedCodes(tensors["codes"], tensors["scales"], tensors["factor"])
@@ -71,14 +72,14 @@ class CpuTiles:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, codes: Codes, scales: int) -> tuple[Callable[..., Tensor], Any]:
+def _kernel(dtype: torch.dtype, codes: int, scales: int) -> tuple[Callable[..., Tensor], Any]:
     """Return the product's function and the compiled kernel that it takes, for activations of `dtype`.
 
     The kernel's modules are imported only here, because numba takes half a second to import.
     """
     from ...kernels.cpu.coded_matmul import instructions_for, kernel, matmul
 
-    return matmul, kernel(instructions_for(dtype), codes, Scales(scales))
+    return matmul, kernel(instructions_for(dtype), Codes(codes), Scales(scales))
 
 
 def _arrange_int4(weight: Int4Weight) -> tuple[PackedCodes, Scales, int]:

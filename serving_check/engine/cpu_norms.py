@@ -7,7 +7,6 @@ model to model. Batch-invariant serving keeps transformers' own norms.
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.kvarn.cpu.compiled import numbers
 from ...kernels.norms.rms_norm_cpu import rms_norm, serves
 
 NAME = "RMSNorm"
@@ -26,7 +25,8 @@ class CpuRMSNorm(nn.Module):
         self.norm = norm
         self._eps = eps
         self._dtype = self.weight.dtype
-        self._weight = numbers(self.weight.detach().contiguous())
+        self._contiguous_weight = self.weight.detach().contiguous()
+        self._dim = len(self._contiguous_weight)
 
     @property
     def weight(self) -> Tensor:
@@ -35,12 +35,15 @@ class CpuRMSNorm(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() > LARGEST_ON_ONE_THREAD and torch.get_num_threads() > 1:
+        # The kernel gets addresses, so nothing else would notice another dtype.
+        is_long = x.numel() > LARGEST_ON_ONE_THREAD and torch.get_num_threads() > 1
+        if is_long or x.dtype is not self._dtype:
             return self.norm(x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        flat_x, flat_out = numbers(x).reshape(-1), numbers(out).reshape(-1)
-        rms_norm(self._dtype)(flat_x, self._weight, flat_out, self._eps)
+        compiled, weight = rms_norm(self._dtype), self._contiguous_weight
+        rows = x.numel() // self._dim
+        compiled(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, self._dim, self._eps)
         return out
 
 
