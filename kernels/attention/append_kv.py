@@ -1,4 +1,4 @@
-"""Append to the paged KV cache: new keys and values stored, quantized on the way; Triton, and its reference.
+"""Appends new keys and values to the paged KV cache, quantized on the way; Triton, and its torch reference.
 
 The kernel writes all KV dtypes that `decode.py` reads: 16 bits unchanged, e4m3 with a given scale per head,
 int8 with a scale for each token and head.

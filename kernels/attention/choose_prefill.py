@@ -3,7 +3,7 @@
 `prefill.py`, in Triton, handles every step on every GPU; `hopper_prefill.py` is faster in large steps on
 Hopper. The two kernels' bits differ, so batch-invariant serving uses `prefill.py` for every step.
 
-A large step reads each eight-bit page many times, so it widens the page to 16 bits first, once
+A large step reads each eight-bit page many times, so each page is first widened to 16 bits, once
 (`widen_pages.py`). The Hopper kernel needs widened values, but reads stored e4m3 keys directly, with queries
 rounded to e4m3 (`e4m3_queries.py`). If the Hopper kernel does not compile with the installed Triton, the
 Triton kernel handles every step and a warning says so.

@@ -12,9 +12,10 @@ Each request has one query token. Prefill and formats with several values in a b
 A program handles one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so
 K and V are read and decoded once. Splits are counted from the start of the context, and their size depends on
 that request's length alone. So a request's bits do not depend on who shares its batch (pegainfer #438). Short
-contexts are split finer, because their programs' time is the latency of one tile after another. Eight-bit
-pages are not split finer: their programs need long runs of tiles to keep loads in flight. Scales are never
-applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the result (e4m3).
+contexts are split finer, because a program for a short context spends its time waiting for one tile after
+another. Eight-bit pages are not split finer: their programs need long runs of tiles to keep loads in flight.
+Scales are never applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the
+result (e4m3).
 
 A request of L tokens reads 2 * L * H_kv * D * itemsize bytes, each byte once; partial sums add H * D * 4 * 2
 / split. At G = 4, D = 128, split = 512 that is 3% in bf16. The least possible time is the number of bytes
@@ -117,7 +118,8 @@ def _is_only_split(length, first_token, split_tokens, SINKS: tl.constexpr):
 def _pages_of(table_ptr, block, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the one or two pages that the tile at token `block` lies in; page 0 past the end.
 
-    The pages are two scalars: a tensor load would be pipelined like keys and values, and take their buffers.
+    The page numbers are loaded as two scalars: a load of a tensor would be pipelined like keys and values,
+    and take buffers from them.
     """
     page = tl.load(table_ptr + block // PAGE, mask=block < end, other=0)
     second_page = page
@@ -290,7 +292,7 @@ def add_splits(
     """Return acc [D] with the splits first .. end added, and the largest score and the total weight of the
     sum.
 
-    The order and grouping are always the same. at: where the head's splits begin
+    Splits are always added in the same order and grouping. at: where the head's splits begin
     """
     dim = tl.arange(0, DIM)
     for some in range(first, end, SPLITS_AT_ONCE):

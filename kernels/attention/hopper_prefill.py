@@ -19,8 +19,9 @@ The kernel is persistent: the program of each SM handles one item (`hopper_prefi
 longest first, and loads an item's first blocks while it finishes the previous item.
 
 With e4m3 keys, queries are rounded to e4m3 too, with one scale a token and head (`e4m3_queries.py`) that
-multiplies the scores. The product then takes half the time, and a key takes half the bytes. Hopper
-accumulates such products with about 14 bits, which loses less than rounding the operands does. Values stay 16
+multiplies the scores. With e4m3 keys, the product of queries and keys takes half the time, and a key takes
+half the bytes. Hopper accumulates products of e4m3 with about 14 bits, which loses less than rounding the
+operands does. Values stay 16
 bits: wgmma reads 8-bit operands only along the sum, and values lie across the sum.
 
 A token's bits depend only on its own context, but differ from those of `prefill.py`, whose blocks are
@@ -58,7 +59,7 @@ E4M3_SLOTS = 3
 
 @gluon.constexpr_function
 def turn_asm(instruction, which):
-    """Named barriers 8 and 9 follow those that Triton uses."""
+    """Return PTX for a turn between the warpgroups, at named barriers 8 and 9, which Triton does not use."""
     return f"bar.{instruction} {8 + which}, 256; mov.u32 $0, $1;"
 
 
@@ -143,7 +144,9 @@ def consume_block(
     query, ring, turn, block, probability, sums, largest, total, position, factor, softcap, item, window,
     WHICH: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Compute block number `block`'s keys and softmax, and the values of the block before."""
+    """Multiply queries by the keys of block number `block`, take the softmax, and multiply the previous
+    block's probabilities by its values.
+    """
     before = turn - 1
     zeros = gl.full([ROWS, T.block], 0.0, gl.float32, score_layout(T))
     mbarrier.wait(ring.keys_full.index(slot_of(turn, T)), phase_of(turn, T))
@@ -209,8 +212,9 @@ def load_queries(q, items, round, WHICH: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def e4m3_rows(rows):
-    """Round rows [ROWS, dim] to e4m3; return each row's divisor too, which is never zero because
-    `softmax_step` multiplies minus infinity by it."""
+    """Round rows [ROWS, dim] to e4m3, and return each row's divisor. The divisor is never zero, because
+    `softmax_step` multiplies minus infinity by it.
+    """
     values = rows.to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST_LARGEST)
     inverse = 448.0 / largest
@@ -228,7 +232,7 @@ def consumer_partition(
     q, out, queries, ring, key_scale, value_scale, sinks, scale_log2, softcap, items,
     WHICH: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Run a warpgroup: rows 64 * WHICH and on of each item."""
+    """Run one warpgroup, which computes the 64 rows of each item from row 64 * WHICH on."""
     if WHICH == 1:
         pass_turn(0)
     turns = items.count * 0

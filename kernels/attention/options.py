@@ -1,6 +1,6 @@
 """The options of one layer's attention beyond softmax(q·k)·v; every kernel and every reference accepts them.
 
-A kernel's compile-time parameters (its `Form`) and the places of keys and values are elsewhere.
+This class does not hold a kernel's compile-time parameters (its `Form`) or the places of keys and values.
 """
 
 from dataclasses import dataclass, field

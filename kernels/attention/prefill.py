@@ -14,8 +14,8 @@ request leaves the matrix units nothing to do, and the context has to be split.
 
 A program handles up to 128 rows, all the G = H / H_kv query heads of 128 / G tokens, so that K and V are read
 once for a group. Blocks that every row sees whole are not masked. A token's bits depend only on its own
-context, whatever else is in the step and wherever its tile begins: products and sums that a compiler might
-contract in some places only are written as fused ones.
+context, whatever else is in the step and wherever its tile begins. For this, products and sums that a
+compiler might fuse in some places only are written as fused operations.
 
 A chunk of n tokens at position p takes 4 * H * D * n * (p + n / 2) operations.
 """

@@ -1,6 +1,6 @@
 """Attention over paged keys and values: the torch reference, which every GPU kernel has to equal.
 
-Assigning pages to requests is done elsewhere, and so are formats that pack more than one value in a byte.
+Other files assign pages to requests, and handle formats that pack more than one value in a byte.
 
     key_pages    [pages, P, H_kv, D]       one layer's keys, P tokens to a page; 16 or 32 bit, e4m3 or int8
     value_pages  [pages, P, H_kv, D_v]
@@ -192,8 +192,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: At
 def softmax_by_hand(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attention with options that torch's own product does not have: soft-capped scores, and sinks. Tensors
-    are [b, heads, …].
+    """Compute attention with the options that torch's own attention lacks: soft-capped scores, and sinks.
+    Tensors are [b, heads, …].
     """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:

@@ -102,7 +102,8 @@ def free_bytes(device: str) -> int:
 def figures_by_layers(
     run: Run, text: HeldOutText, given: HeldOutText | None = None
 ) -> tuple[InProcessFigures, HeldOutText]:
-    """Return the result of `figures_of`, in the memory of one layer, and the text that it was measured on.
+    """Return the result of `figures_of`, computed with one layer in memory at a time, and the text that it
+    was measured on.
 
     Domains that the baseline cannot predict are read, too, and left out afterwards: asking the baseline first
     would be one more reading of its files.

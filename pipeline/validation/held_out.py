@@ -202,9 +202,9 @@ def _spread(windows: Mapping[str, Sequence[Iterator[Tensor]]], predictions: int)
 def window_for(artifact: Checkpoint, baseline: Checkpoint, kv_format: str, tokens: int) -> int:
     """Return the tokens of a window that quality is measured on.
 
-    Windows are long for quantized keys, and longer if either config changes the computation from some
-    position on (a stretched rope, a sliding window): then they reach beyond that position, within the context
-    and `tokens`.
+    Windows are long for quantized keys. If either config changes the computation from some position on (a
+    stretched rope, a sliding window), windows reach beyond that position, as far as the context and `tokens`
+    allow.
     """
     window = WINDOW if kv_format == UNQUANTIZED else LONG_WINDOW
     changes = [position for side in (artifact, baseline) for position in changes_beyond(side.config)]

@@ -32,7 +32,7 @@ def load_slices(ptr, at, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_columns(ptr, at, mask, channel, STEP: tl.constexpr):
-    """Load rows as columns, [D/4, N]."""
+    """Load the same slices as `load_slices`, transposed: [D/4, N]."""
     where = ptr + at[None, :] + channel[:, None]
     keep = mask[None, :]
     return (
@@ -92,7 +92,8 @@ def attend_plain(
     q, acc, largest, total, keys, values, visible, scale_log2, softcap,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one block of uncoded keys and values. Every query must have seen a key.
+    """Attend to one block of uncoded keys and values. After this block, every query must have attended to at
+    least one key.
 
     q, acc, keys, values: four slices, queries and results [D/4, M], keys and values [N, D/4]
     visible: [N, 1 or M]
@@ -123,7 +124,7 @@ def programs_of_splits(max_splits: int, heads_of_contexts: int) -> int:
     """Return the number of programs that share the splits of one head of a context: a power of two, so that
     all programs get equally many splits.
 
-    With six programs for 64 splits, only a third of a GPU's last round of programs had work.
+    With six programs for 64 splits, for example, only a third of the programs had work in the last round.
     """
     wanted = max(1, 2 * PROGRAMS_WANTED // heads_of_contexts)
     return min(max_splits, 1 << wanted.bit_length() - 1)

@@ -3,9 +3,9 @@
     words  int16 [..., W]       field f of a word is its bits f * b .. f * b + b, for b bits a code
     codes  [..., F, W]          F = 16 / b fields: word w holds code [f, w] in its field f
 
-Two neighbouring words are one register. A mask leaves two codes, each in the mantissa of a 16-bit float: an
-fp16 number with the bare mantissa m is exactly m * 2^-24, and matrix units accept such numbers. So no
-instruction converts a code; the scale includes the power of two.
+Two neighbouring words share one register. A mask leaves two codes, each in the mantissa of a 16-bit float: an
+fp16 number with the bare mantissa m is exactly m * 2^-24, and matrix units accept such numbers. Codes
+therefore need no instruction that converts them; the scale makes up for the power of two.
 """
 
 import torch

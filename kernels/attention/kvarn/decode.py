@@ -10,9 +10,10 @@
     out          [B, H, D]             query's dtype
 
 Page 0 and the page of the current token are read from `held`, all other pages as codes. A split is coded or
-plain. Coded splits are runs of whole pages and take rotated queries; the merge rotates their sum back. Plain
-splits are at most PIECE tokens of a held page. Coded splits are numbered first: they take longest, and a
-program takes every n-th split. Splits follow from the request's context alone.
+plain. Coded splits are runs of whole pages and take rotated queries; the merge rotates their sum back. A
+plain split has at most PIECE tokens of a page that is held uncoded. Coded splits are numbered first: they
+take longest, and a program takes every n-th split. How a request is split follows from the length of its
+context alone.
 
 A program is one warp, or two for heads of 256 channels. A program handles one (request, kv head, run of
 splits) with all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
@@ -235,7 +236,9 @@ def _merge_splits(
     HEADS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_SIZE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge a head's result: coded splits, together rotated back, then plain splits, in their order."""
+    """Merge a head's result: first the coded splits, whose sum is rotated back, then the plain splits, each
+    kind in its order.
+    """
     if PDL:
         # What comes next may fetch its weights meanwhile, and waits itself.
         tl.extra.cuda.gdc_launch_dependents()

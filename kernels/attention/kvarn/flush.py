@@ -57,9 +57,9 @@ def _variance(x, squares, squares_low, weight, unit, COUNT: tl.constexpr):
     """Return the variance of each row of x * unit, its columns multiplied by weight / unit; computed by
     products on the matrix units.
 
-    x is fp16 [N, COUNT], its squares are given as two halves, and weight is fp32 [COUNT]. With the upper
-    halves alone, a sum over squares is off by a relative error of 1e-5, and one of 10,000 codes differs by
-    one.
+    x is fp16 [N, COUNT], its squares are given as two halves, and weight is fp32 [COUNT]. If only the upper
+    halves were used, sums over squares would have a relative error of 1e-5, and one of 10,000 codes would
+    differ by one.
     """
     weight = tl.minimum(weight, LARGEST_WEIGHT)
     high, low = _halves(weight)
@@ -102,10 +102,10 @@ def _normalize(
     """Return inverse scales of tokens [G] and of channels [D]. Each turn scales the tile's columns first; in
     a tile of keys, these are tokens.
 
-    A vector's own scale multiplies its deviation, and the other side's scales are weights in sums over the
-    tile and over its squares, which never change: each turn is two products of both with a few columns. The
-    side that is normalized first carries the tile's magnitude. Where the paper adds logarithms of scales,
-    this code multiplies inverse scales.
+    A row's own scale only multiplies its deviation, and the columns' scales are weights in sums over the tile
+    and over its squares. Tile and squares never change, so each turn takes two products of both with a few
+    columns. The scales of the side that is normalized first carry the magnitude of the tile. Where the paper
+    adds logarithms of scales, this code multiplies inverse scales.
     """
     largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0).to(tl.float32)
     lift = _lift(largest)
@@ -223,7 +223,7 @@ def _flush_decoded(
 ):  # fmt: skip
     """Write the due pages of REQUESTS requests, in one layer, keys or values of one head.
 
-    held_ptr: of any layer; all layers' `held` have the same layout
+    held_ptr: the `held` of any layer, since it has the same layout in all layers
     """
     one_of = tl.program_id(2) * REQUESTS + tl.arange(0, REQUESTS)
     position = tl.load(lengths_ptr + one_of, mask=one_of < num_requests, other=0) - 1

@@ -58,7 +58,7 @@ def decoded_kernel(
 ):  # fmt: skip
     """Write the due pages of REQUESTS requests, in one layer, keys or values of one head.
 
-    held_ptr: of any layer; all layers' `held` have the same layout
+    held_ptr: the `held` of any layer, since it has the same layout in all layers
     """
     MMA: gl.constexpr = accumulator(gl.num_warps())
     LOADS: gl.constexpr = rows_layout(GROUP_SIZE, DIM, gl.num_warps())

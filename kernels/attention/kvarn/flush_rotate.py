@@ -3,9 +3,9 @@
 The result equals `rotate_reference` in `hadamard.py`, rounded to fp16 once. Rows stay in registers: nothing
 goes through shared memory, and no warp waits for another.
 
-A Hadamard matrix is a product over the bits of a channel's number, in any order. Four bits, among them the
-bits that a matrix operand spreads over lanes, are one product with +-1, which is exact. Each other bit is a
-butterfly, which adds and subtracts registers of one thread:
+A Hadamard matrix is a product over the bits of a channel's number, in any order. Four of the bits, including
+those that a matrix operand spreads over lanes, are handled by one product with a matrix of +-1, which is
+exact. Each other bit takes a butterfly, which adds and subtracts registers of one thread:
 
     bit    from 5 on    4, 3       2            1            0
     says   a register   the lane   a register   a register   a register's half

@@ -41,8 +41,8 @@ def _append(
     KV_HEADS: tl.constexpr, PER_HEAD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Keep one of the first R tokens if it belongs to a decoding request: key and value of one kv
-    head.
+    """Store key and value of one kv head of one of the first R tokens, if the token belongs to a decoding
+    request.
     """
     if PDL:
         # Launched while the kernel ahead still runs, and before anything is read.

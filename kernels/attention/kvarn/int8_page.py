@@ -1,15 +1,15 @@
 """Attention over one KVarN page by integer products, for a few queries at a time; Triton.
 
 The formulas are those of `page.py`, whose matrix units multiply codes as fp16 numbers. A group of four query
-heads fills only half of their eight columns, so here each head takes two columns: queries times k_scale and
-probabilities times v_scale become 16-bit integers, relative to the largest of the head and page. One column
-has the high bytes, the other the low bytes. Codes are bytes: one mask yields four codes, half as many
-products are needed, and the softmax covers only the group's own heads.
+heads fills only half of their eight columns, so in this file each head takes two columns: queries times
+k_scale and probabilities times v_scale become 16-bit integers, relative to the largest of the head and page.
+One column has the high bytes, the other the low bytes. Codes are bytes: one mask yields four codes, half as
+many products are needed, and the softmax covers only the group's own heads.
 
     column 2h, 2h + 1      x = (256 * high + low) * unit, both signed; sums over either are exact, int32
     codes highest in a byte   (byte & mask) ^ 0x80 = (code - half of their range) * 2^shift, as a signed byte
 
-The zero points add what centering leaves out: half of the range times the sum of queries or probabilities.
+The zero points make up for centering: they add half of the range times the sum of queries or probabilities.
 Key codes in the lowest bits of a byte are centered by a product with -8, so that no large terms of codes and
 k_zero cancel.
 """

@@ -70,7 +70,8 @@ def attend_page(
 ):  # fmt: skip
     """Attend to tile number `tile`, int64, for the queries [M] for which `is_seen` is true.
 
-    q, acc: four slices [D/4, M] each, fp16 and fp32. Every query must have seen a key.
+    q, acc: four slices [D/4, M] each, fp16 and fp32. After this page, every query must have attended to at
+            least one key.
     """
     q0, q1, q2, q3 = q
     acc0, acc1, acc2, acc3 = acc

@@ -8,7 +8,8 @@
     out                            [T, H, D]      written if a tile says so
 
 A token sees its own page and page 0 uncoded, all pages between as codes. Uncoded tokens are read from the
-step if they are in the chunk, else from `held`. So it does not matter how a prompt was cut into chunks.
+step if they are in the chunk, else from `held`. The result therefore does not depend on how a prompt was cut
+into chunks.
 
 A program handles up to 64 queries: all heads of a group for some tokens. A program attends to uncoded tokens
 first. If coded pages follow, the program rotates the queries and the results so far, multiplies packed codes

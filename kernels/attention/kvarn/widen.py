@@ -11,8 +11,8 @@ each page once, into plain pages for `choose_prefill.py`.
 
 A stored page is decoded and rotated back on the matrix units. The Hadamard matrix of D is the Kronecker
 product of those of 4 and of D/4, so each of the four slices of channels is multiplied by the matrix of D/4,
-and then the slices are added and subtracted. A page that is not stored yet is made of the tokens that its
-request holds, then of the chunk's, then of zeros. A page's keys and values are 4 * H_kv * G * D bytes.
+and then the slices are added and subtracted. A page that is not stored yet is put together from the tokens
+that its request holds, the chunk's tokens, and zeros. A page's keys and values are 4 * H_kv * G * D bytes.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Attention over a block of int4 or NVFP4 tokens, codes multiplied as they are packed; Triton.
 
-int4's scales and zeros (`int4.py`) belong to tokens, so products use bare codes:
+The scales and zeros of int4 (`int4.py`) belong to whole tokens, so products use bare codes:
 
     score[t] = k_scale[t] * sum_d q[d] * k_code[d, t] + k_zero[t] * sum_d q[d]
     out[d]   = sum_t (p[t] * v_scale[t]) * v_code[t, d] + sum_t p[t] * v_zero[t]
@@ -24,8 +24,8 @@ E2M1 = tl.constexpr(2.0**14)
 
 @constexpr_function
 def _e2m1_asm(field: int) -> str:
-    """Return PTX for two words. If two shifts are needed, one multiplication makes both; the other bits of
-    the product never carry into the result.
+    """Return PTX that extracts one field's values from two words. If two shifts are needed, one
+    multiplication makes both; the other bits of the product never carry into the result.
     """
     sign, magnitude = SIGN_SHIFTS[field], MAGNITUDE_SHIFTS[field]
     if sign == magnitude:
@@ -191,7 +191,7 @@ def attend_block(
 
 @triton.jit
 def finished(acc, zeros, total, head_scale, SLICE: tl.constexpr, NVFP4: tl.constexpr):
-    """Return fp32 [D/4, M]: one slice of the result; zeros for queries that have seen nothing."""
+    """Return fp32 [D/4, M]: one slice of the result; zeros for queries that have attended to no key."""
     by = tl.where(total > 0, 1.0 / total, 0.0)
     if NVFP4:
         result = acc * (by * head_scale * E2M1)[None, :]

@@ -10,9 +10,9 @@ words  int16 [..., D/4]     code j of word i is channel c * D/4 + j * D/16 + 4s 
                             channels, C = D/16 of them instead of four: c * D/C + ...
 
 A thread that multiplies matrices holds words 2c, 2c + 1, 2c + 8 and 2c + 9 of every sixteen: a quarter of the
-head. So the scales of a token that the thread needs are adjacent, and each belongs to whole fields of the
-thread's words. The signs and magnitudes of codes are placed so that few shifts and masks move the codes of
-two words to the places that they have in fp16.
+head. The scales that the thread needs of a token are therefore adjacent, and each scale belongs to whole
+fields of the thread's words. The signs and magnitudes of codes are placed so that few shifts and masks move
+the codes of two words to the places that they have in fp16.
 """
 
 from dataclasses import dataclass

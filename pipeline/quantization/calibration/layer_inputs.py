@@ -38,7 +38,9 @@ class Inputs:
 
     @property
     def cross(self) -> Tensor | None:
-        """Return fp32 [K, K], the sum of (x₀ - x) xᵀ."""
+        """Return fp32 [K, K], the sum of (x₀ - x) xᵀ, where x are the inputs and x₀ the original model's
+        inputs.
+        """
         return None if self.paired is None or self.hessian is None else self.paired - self.hessian
 
     def see(self, x: Tensor, wants_squares: bool, wants_hessian: bool) -> None:

@@ -53,8 +53,8 @@ def _fill(block: Any, held: Any, at: int, count: int, dim: int, row: int) -> Non
 
 @njit(error_model="numpy")
 def score_block(queries: Any, query: Any, count: int, at: int) -> None:
-    """Compute scores at + t of the block's `count` tokens, four at once: a query is loaded once for all
-    four.
+    """Compute the scores of the block's `count` tokens, stored from `at` on, four tokens at a time, so that a
+    query is loaded once for four tokens.
     """
     row, block, scores = queries.row, queries.block, queries.scores
     for token in range(0, count, 4):
@@ -73,7 +73,9 @@ def score_block(queries: Any, query: Any, count: int, at: int) -> None:
 
 @njit(error_model="numpy")
 def add_block(queries: Any, count: int, at: int, sums: Any) -> None:
-    """Add the block's `count` tokens, times their probabilities at + t, to sums [heads, row]."""
+    """Add the values of the block's `count` tokens, times their probabilities, which lie from `at` on, to
+    sums [heads, row].
+    """
     row, block = queries.row, queries.block
     for m in range(queries.heads):
         for first in range(0, row, 4 * WIDTH):
@@ -94,7 +96,9 @@ def add_block(queries: Any, count: int, at: int, sums: Any) -> None:
 
 @njit(error_model="numpy")
 def _score_codes(queries: Any, pages: Any, page: int, head: int, at: int) -> None:
-    """Compute scores at + t of a coded page: ((q * k_scale) . codes + q . k_zero) * k_token."""
+    """Compute the scores of a coded page's tokens, stored from `at` on: ((q * k_scale) . codes + q . k_zero)
+    * k_token.
+    """
     dim, group, tile = pages.dim, pages.group, page * pages.heads + head
     scale, of_tokens = tile * 3 * dim, tile * 3 * group
     zeros = np.empty(queries.heads, np.float32)

@@ -273,7 +273,7 @@ def code_tile(
 
 @njit(error_model="numpy")
 def _pack(codes: Any, words: Any, at: int, bits: int, group: int, dim: int) -> None:
-    """codes: fp32, rounded down here"""
+    """codes: fp32 numbers, which this function rounds down"""
     width, halves = dim // 4, 4 // bits
     rows = group // halves
     for row in range(rows):
