@@ -37,8 +37,8 @@ def choose(problem: Problem, rows: Rows) -> Choice:
     """Return the layout for a layer, if it serves the problem and is faster than vLLM's own kernel on this
     GPU.
 
-    If batch invariance is requested, speed does not count: vLLM's own kernels for these formats are not
-    batch-invariant.
+    If batch invariance is requested, speed does not count: vLLM's own kernels for the plugin's formats are
+    not batch-invariant.
     """
     invariant = problem.batch_invariance != "tuned"
     layout = (INVARIANT if invariant else TUNED)[type(problem.spec)]

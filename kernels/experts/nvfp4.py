@@ -56,7 +56,9 @@ def reference_weight(words: Tensor, scale_words: Tensor) -> Tensor:
 
 @triton.constexpr_function
 def unpack_asm(slices):
-    """Return PTX that turns two words of a row and its two scale words into registers of these slices."""
+    """Return PTX that turns two words of a row and its two scale words into the registers of the given
+    slices.
+    """
     lines = [".reg .b32 t, scales, one, nothing;", ".reg .b16 half0, half1;", "mov.b32 nothing, 0x80008000;"]
     words = len(slices)
     for at, j in enumerate(slices):

@@ -76,7 +76,7 @@ class Int4Operand:
 
 
 def serves(gate_up: Int4Operand, down: Int4Operand) -> bool:
-    """Say whether the kernels support these weights of experts."""
+    """Say whether the kernels of this file support the given weights of experts."""
     return (
         all(operand.group_size % MAX_GROUP == 0 for operand in (gate_up, down))
         and gate_up.fractional == down.fractional

@@ -6,9 +6,9 @@ order is the same. These warps therefore transpose the pairs of x:
 
     pair 4 t + q of 32 columns  -->  pair 4 q + t
 
-The 16 pairs are four chunks of 16 bytes, which a thread moves with four loads and four stores. These warps
-work between the producer and the consumers: x arrives at separate mbarriers, and a stage is full when the
-reordering warps have arrived as well. Words and scales are not reordered, nor is x for formats that are
+The 16 pairs are four chunks of 16 bytes, which a thread moves with four loads and four stores. The reordering
+warps work between the producer and the consumers: x arrives at separate mbarriers, and a stage is full when
+the reordering warps have arrived as well. Words and scales are not reordered, nor is x for formats that are
 packed in wgmma's own order.
 """
 

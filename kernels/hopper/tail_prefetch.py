@@ -6,8 +6,8 @@ a few.
     CTA 2    tail 0 |--| tail 1 |--|           sends both before the owners have reached their ends
 
 An owner's producer warp loads the tail's partial sums into the ring before the owner needs them; a sender's
-producer warp signals for its consumers, so that these do not wait until their stores are visible. Tiles have
-64 rows of the weight: their partial sums in fp16 need no more room than a stage's activations.
+producer warp signals for its consumers, so that the consumers do not wait until their stores are visible.
+Tiles have 64 rows of the weight: their partial sums in fp16 need no more room than a stage's activations.
 """
 
 from ..triton_imports import gl, gluon

@@ -1,7 +1,7 @@
 """INT4 for FP8 activations, in the order of wgmma's register operand: byte layout, packing, reference.
 
-`e4m3_decoder.py` reads these bytes for `kernels/hopper/`. A packed weight stands for a symmetric w [N, K] in
-groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
+`e4m3_decoder.py` decodes the packed bytes for `kernels/hopper/`. A packed weight stands for a symmetric w [N,
+K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 
     words        int32 [N/64, K/64, 512]  tiles of 64 rows and 64 columns, along K first; the last zero-padded
     scale_words  int32 [K/group, N]       512 times a group's scale, fp32; N padded to 64

@@ -1,6 +1,6 @@
 """INT4 weights in the order of wgmma's register operand ("swap AB"): byte layout, packing, reference.
 
-`decoder.py` reads these bytes for `kernels/hopper/`. Activations in fp32 are not supported.
+`decoder.py` decodes the packed bytes for `kernels/hopper/`. Activations in fp32 are not supported.
 
 A packed weight stands for w [N, K] in groups of 32, 64 or 128 consecutive k (larger ones are repeated), as
 

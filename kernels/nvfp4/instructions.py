@@ -10,7 +10,7 @@ from . import packing
 
 @gluon.constexpr_function
 def both_halves(*bits):
-    """Return a mask with these bits in each half."""
+    """Return a mask that has the given bits in each half of a word."""
     return hex(sum(1 << bit for bit in bits) * 0x00010001)
 
 

@@ -46,8 +46,8 @@ def pack_linears(model: nn.Module, batch_invariance: BatchInvariance) -> int:
 def pack_fastest(model: nn.Module) -> dict[str, str]:
     """Replace plain `nn.Linear`s for which another layout is faster than torch's; return layouts by shape.
 
-    All layers of one shape get one layout. The layout is chosen like any other, by timing some of these
-    layers. The weight of a tied embedding stays, beside the packed one.
+    All layers of one shape get one layout. The layout is chosen like any other, by timing some of the layers.
+    The weight of a tied embedding stays, beside the packed one.
     """
     by_shape: dict[Problem, list[nn.Linear]] = {}
     places = _plain_linears(model)
@@ -97,7 +97,7 @@ def _packed(linear: nn.Linear, layout: str) -> QuantizedLinear:
 
 
 def _fastest(problem: Problem, linears: Sequence[nn.Linear]) -> str | None:
-    """Return the fastest layout for these layers; None if none is faster than torch's own product."""
+    """Return the fastest layout for the given layers; None if none is faster than torch's own product."""
     torchs, *others = [name for name, layout in LAYOUTS.items() if layout.refuses(problem) is None]
     if not others:
         return None

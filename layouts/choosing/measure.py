@@ -1,4 +1,4 @@
-"""Times every layout on one problem; the choice is made from these figures.
+"""Times every layout on one problem; `choose.py` chooses by the figures.
 
 A layout is timed as a decode step calls it, a module on x [M, 1, K], against the unquantized module. The
 layout's result is checked in the same run: a kernel that is wrong on this device is refused, however fast it

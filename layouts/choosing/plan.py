@@ -118,7 +118,7 @@ class LayoutPlan:
         return self.device.rpartition(THREADS)[0] == _cpu_model()
 
     def covers(self, problems: Mapping[str, Problem], layouts: Mapping[str, str]) -> bool:
-        """Say whether each of these layers, by module name, was timed in its layout on this kind of
+        """Say whether each of the given layers, by module name, was timed in its layout on this kind of
         device.
         """
         timed = {choice.shape: choice.measured_layouts for choice in self.choices}

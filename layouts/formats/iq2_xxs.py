@@ -1,6 +1,7 @@
 """IQ2_XXS, llama.cpp's 2.06-bit format: codebook entries of eight weights, signs apart, two levels of scales.
 
-The codebook is in `kernels/iq2_xxs/grid.py`; how GGUF files hold these numbers, in `pipeline/gguf_file/`.
+The codebook is in `kernels/iq2_xxs/grid.py`; `pipeline/gguf_file/` defines how GGUF files hold IQ2_XXS
+weights.
 """
 
 from dataclasses import dataclass

@@ -91,8 +91,8 @@ class Weight(ABC):
     """The base of weights: a linear layer's weight [N, K] in a format's own numbers.
 
     A subclass adds the tensors. Each tensor has N rows, and its columns are one or proportional to K, except
-    for the tensors named in the spec's `shared`, which belong to the whole weight. The functions below rely
-    on these sizes to slice and merge weights of any format.
+    for the tensors named in the spec's `shared`, which belong to the whole weight. The functions of this file
+    rely on the sizes of the tensors to slice and merge weights of any format.
     """
 
     spec: Any

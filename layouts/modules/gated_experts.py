@@ -32,7 +32,7 @@ class GatedExpertsLayout(Protocol):
 
 
 def is_served_whole(experts: nn.Module, parts: Mapping[str, Sequence[PackedWeight]]) -> bool:
-    """Say whether `gated_experts` can replace the module's whole forward with these weights
+    """Say whether `gated_experts` can replace the whole forward of a module with the given weights
     (`PackedExperts`).
     """
     module: Any = experts

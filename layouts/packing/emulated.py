@@ -1,9 +1,9 @@
 """Products of formats that round inputs while serving (FP8, INT4 with FP8 inputs), in float32.
 
 The input is rounded as the format requires, with scales in float32, and multiplied by the weight in float32.
-Hardware that multiplies these formats computes the same results, except for the order of its sums. Emulation
-reproduces the formats' quality, not their speed. All other layouts
-receive inputs that have already been rounded, in 16 bits.
+Hardware that multiplies FP8 computes the same results, except for the order of its sums. Emulation reproduces
+the formats' quality, not their speed. All other layouts receive inputs that have already been rounded, in 16
+bits.
 
     emulated      the weight as stored, dequantized again for every product; on any device
     cpu_emulated  the weight dequantized once, into twice the memory of bf16; on a CPU

@@ -1,6 +1,6 @@
 """Layouts of experts on a GPU: one launch for all experts of a layer.
 
-The host never needs to know how many rows an expert gets, so these layouts run inside CUDA graphs
+The host never needs to know how many rows an expert gets, so the layouts of this file run inside CUDA graphs
 (`kernels/experts/`). The CPU's layout of experts is in `per_expert.py`.
 """
 

@@ -52,7 +52,7 @@ class StateFormat(Protocol[Inputs]):
     """
 
     def shape(self, inputs: Inputs) -> StateShape:
-        """Return the shape of a request's state in a layer that has these inputs."""
+        """Return the shape of a request's state in a layer that has the given inputs."""
 
     def step(self, inputs: Inputs, states: Tensor) -> Tensor:
         """Compute one token for each of B requests: outputs [B, ...]. The `states` [B, *dims] change in

@@ -1,8 +1,8 @@
 """Tensors from a file straight to a GPU: several pieces at once, through pinned memory that is used again.
 
 A read into new memory waits for its pages, and a copy from unpinned memory waits for another copy on the
-host. Together these waits leave only a quarter of a page cache's speed. Weights that the CPU still processes
-are read elsewhere.
+host. Because of both waits, only a quarter of a page cache's speed would be left. Weights that the CPU still
+processes are read elsewhere.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,8 @@
 """The packed products of a checkpoint's model: dense layers that share an input are merged, experts are
 stacked.
 
-Layouts are measured for these products and serve them; plans and reports use the products' names. Weights are
-read in `weight_loader.py`; this file reads only scales that decide about merging.
+Layouts are measured for the packed products and serve them; plans and reports use the products' names.
+Weights are read in `weight_loader.py`; this file reads only scales that decide about merging.
 """
 
 from collections.abc import Mapping, Sequence

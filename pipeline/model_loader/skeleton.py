@@ -85,8 +85,8 @@ def build_skeleton(
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the language model, all of it on meta, with the towers that lie in the checkpoint beside it.
 
-    The class is the first of transformers' classes that has a place for these towers, or is known to leave
-    them out. If the model cannot be built with its towers, the result is the language model alone.
+    The class is the first of transformers' classes that has a place for the checkpoint's towers, or is known
+    to leave them out. If the model cannot be built with its towers, the result is the language model alone.
     """
     config = model_config(checkpoint)
     # Of a tower that is quantized, biases and norms tell: their names are as in the model.

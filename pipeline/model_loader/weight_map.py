@@ -1,6 +1,7 @@
 """Which weight of a checkpoint goes where in the transformers model: renamings, merges and splits included.
 
-transformers keeps these rules (its conversion mapping); this file applies them to names. It reads no data.
+transformers keeps the rules for renaming, merging and splitting (its conversion mapping); this file applies
+the rules to names. It reads no data.
 """
 
 import re

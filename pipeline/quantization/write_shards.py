@@ -127,8 +127,8 @@ def write_shards(
 
 
 def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
-    """Yield names that are at least as long, and as many, as the names of the tensors that these tasks
-    write.
+    """Yield placeholder names: at least as many as the tensors that the given tasks write, and at least as
+    long as their names.
     """
     for task in tasks:
         if task.linear is None:

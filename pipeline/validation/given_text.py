@@ -1,8 +1,8 @@
 """The text that a user gives to be measured besides Scalegate's own, and the least that such a text must
 have.
 
-A text that falls short is refused rather than called exploratory: a user who gives a text wants it measured,
-and learns at once what is wrong with it, not at the end.
+A text that is too short or too predictable is refused, rather than making the verdict exploratory: a user who
+gives a text wants it measured, and should learn at once what is wrong with it.
 """
 
 from pathlib import Path

@@ -59,7 +59,7 @@ class Place:
 def write_down(verdict: Verdict, places: Sequence[Place], key: Path | None) -> Verdict:
     """Write the verdict at once, then again with the digests of its report, then the signature.
 
-    Return the verdict with these digests.
+    Return the verdict with the digests of its report.
     """
     places = [place for place in places if place.write(verdict)]
     pages: dict[str, bytes] = {}

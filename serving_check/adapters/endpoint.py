@@ -139,7 +139,7 @@ def is_healthy(base_url: str) -> bool:
 
 
 def _takes(endpoint: Endpoint, extra: dict[str, object]) -> bool:
-    """Say whether a completion of one token with these added fields is accepted."""
+    """Say whether the server accepts a completion of one token with the given additional fields."""
     body = {"model": endpoint.model, "prompt": [1], "max_tokens": 1, **extra}
     headers = {"Content-Type": "application/json", **endpoint.headers()}
     request = urllib.request.Request(

@@ -28,7 +28,7 @@ class CoresTime:
 
 
 def cores_time(cores: Collection[int]) -> CoresTime | None:
-    """Return the CPU time of the cores with these numbers; None if it is not known."""
+    """Return the CPU time of the cores with the given numbers; None if it is not known."""
     try:
         lines = STAT.read_text(encoding="utf-8").splitlines()
     except OSError:

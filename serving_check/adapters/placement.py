@@ -143,8 +143,8 @@ PLACEMENT = frozenset(field.name for field in fields(Placement))
 
 
 def only_these(devices: Sequence[int]) -> dict[str, str]:
-    """Return the environment of a process that sees these GPUs alone, by the numbers that this process
-    knows.
+    """Return the environment of a process that sees only the given GPUs; the numbers are those by which this
+    process knows them.
     """
     visible = os.environ.get(VISIBLE)
     names = visible.split(",") if visible else None

@@ -170,7 +170,7 @@ def _who(
     """Return whose server disturbs the other one, if either surely does.
 
     On a CPU, the CPU time of idle servers shows a disturbance. A ratio that was measured a minute later need
-    not be the same on a CPU: other processes use these cores too.
+    not be the same on a CPU: other processes use the same cores.
     """
     if on_cpu and of_artifact is not None and of_baseline is not None:
         taken, least = of_artifact - of_baseline, LEAST_CPU

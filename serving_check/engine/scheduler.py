@@ -142,7 +142,7 @@ class Scheduler:
         self.suspects -= sequence.is_suspect
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Start again after a failed step: only these sequences wait, in this order, and none runs."""
+        """Start again after a failed step: only the given sequences wait, in their order, and none runs."""
         for sequence in self.running:
             self.pool.release(sequence)
         self.running = []

@@ -1,8 +1,8 @@
 """Modules whose forward computes with its state directly, rewritten over our states.
 
-transformers' forwards of these modules handle a prompt and a decoded token separately and pass their state to
-no function that computes one token, so there is no function to replace. Modules that do pass their state to a
-function are in `state_layers.py`.
+In transformers, the forwards of such modules handle a prompt and a decoded token separately and pass their
+state to no function, so there is no function to replace. Modules that do pass their state to a function are
+in `state_layers.py`.
 """
 
 from collections.abc import Callable, Mapping

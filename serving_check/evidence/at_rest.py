@@ -1,8 +1,8 @@
 """A server's figures when its load has ended: the memory and pages that it still holds, and whether it is as
 fast as at first.
 
-`gate/at_rest.py` collects these figures, and `checks/in_use/at_rest.py` and `checks/in_use/drift.py` judge
-them.
+`gate/at_rest.py` collects the figures of this file, and `checks/in_use/at_rest.py` and
+`checks/in_use/drift.py` judge them.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The raw figures of a gate run, from which every check is made; the verdict keeps them.
 
-`judge.py` can repeat every check from these figures alone, so an edited result contradicts its own evidence.
-A new check adds its figures here, as plain data, and a line in `judge`.
+`judge.py` can repeat every check from the evidence alone, so an edited result contradicts its own evidence. A
+new check adds its figures here, as plain data, and a line in `judge`.
 """
 
 from collections.abc import Mapping

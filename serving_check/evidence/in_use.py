@@ -1,7 +1,7 @@
 """The evidence of a load as in use: the speed of both servers, and the artifact's answers compared with its
 own logits.
 
-`gate/in_use.py` measures these figures, and `checks/` judge them.
+`gate/in_use.py` measures the figures of this file, and `checks/` judge them.
 """
 
 from bisect import bisect_left, bisect_right

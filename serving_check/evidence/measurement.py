@@ -217,9 +217,9 @@ def slowest_ttft(result: Repeat) -> float | None:
 def decoding_together(result: WorkloadResult) -> float:
     """Return how many requests decoded together, as the average output token saw it.
 
-    The server's own counts of steps tell this number. Without these counts, the overlap of the streams that
-    clients received tells it, which needs nothing from the server. Queued requests count in neither of the
-    two.
+    The number comes from the server's own counts of steps. If the server does not count steps, the number is
+    the overlap of the streams that clients received, which needs nothing from the server. Neither of the two
+    sources counts queued requests.
     """
     if result.steps_by_running:
         tokens = sum(running * steps for running, steps in result.steps_by_running.items())

@@ -28,8 +28,9 @@ def steady_decoding(result: WorkloadResult) -> float | None:
     streams are open and no request waits for its first token; None if these parts are too short.
 
     If fewer than M streams are open, the result is M times the speed of one stream. If prompts are long, the
-    first answers end soon after the last prompt, so all M streams may be open for a few steps only. Contexts
-    are never shorter in these parts than the prompts, and a chunk that holds several tokens counts as many.
+    first answers end soon after the last prompt, so all M streams may be open for a few steps only. While the
+    parts last, contexts are at least as long as the prompts. A chunk that holds several tokens counts as
+    several.
     """
     streams = [record for record in result.requests if record.error is None and record.itls]
     arrivals = [record.arrivals for record in streams]

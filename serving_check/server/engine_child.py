@@ -99,7 +99,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StepFailure:
-    """The message that a step failed because of these requests; the engine continues without them."""
+    """The message that a step failed because of the named requests; the engine continues without them."""
 
     request_ids: list[str]
     message: str

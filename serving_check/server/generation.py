@@ -122,7 +122,7 @@ class SequenceText:
         return Delta(index, text, new.token_ids, new.logprobs, new.finish_reason)
 
     def _decode(self, new: NewTokens) -> str:
-        """Return the text of these tokens; the token that ended the sequence is counted but not shown."""
+        """Return the text of the given tokens; the token that ended the sequence is counted but not shown."""
         shown = new.token_ids[:-1] if new.finish_reason == "stop" else new.token_ids
         text = self._decoder.add(shown)
         return text if new.finish_reason is None else text + self._decoder.flush()

@@ -54,7 +54,9 @@ class Autoregression(VarianceInflation):
 
     @property
     def of_variance(self) -> float:
-        """Return the variance of a value, over the variance that these values are expected to show."""
+        """Return the true variance of a value, divided by the variance that the values of such a series are
+        expected to show.
+        """
         return self.cost / self.of_mean
 
 

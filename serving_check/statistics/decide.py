@@ -161,7 +161,7 @@ def decide(log_ratios: Sequence[float], test: SequentialTest) -> Decision:
 def decide_all(
     series: Sequence[Sequence[float]], test: SequentialTest, by_estimate: Collection[int] = ()
 ) -> list[Decision]:
-    """Return the decision at each M after these blocks of each, oldest first.
+    """Return the decision at each M after the given blocks of each M, oldest first.
 
     The decision is replayed from the first look, so it depends on the blocks alone, and a decision once
     reached stands. Correlation between blocks comes from the machine and not from M, so it is estimated from

@@ -1,6 +1,6 @@
 """The chances that tests of goodness of fit compare with their levels: normal and chi-square tails.
 
-The module is pure arithmetic; `checks/in_use/sampling.py` decides by these chances.
+The module is pure arithmetic; `checks/in_use/sampling.py` decides by the chances that it returns.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Random times and lengths: Poisson arrivals, log-uniform lengths, lengths within a budget.
 
-`use_plan.py` makes the requests that have these times and lengths.
+`use_plan.py` makes requests with the drawn times and lengths.
 """
 
 import bisect

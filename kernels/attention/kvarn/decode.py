@@ -74,7 +74,7 @@ def kvarn_splits(length, SPLIT: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 
 def plain_splits(group_size: int) -> int:
-    """Return the most uncoded splits of a context: the workspace needs room for these too."""
+    """Return the largest number of uncoded splits of a context; the workspace needs room for them."""
     return 2 * triton.cdiv(group_size, PIECE.value)
 
 

@@ -46,7 +46,7 @@ class Budget:
 class Allocation:
     """A format for each group, and the expected cost of all groups.
 
-    fixed: the number of quantized weights outside these groups, and their total number of bits
+    fixed: the number of quantized weights outside the groups, and their total number of bits
     """
 
     groups: tuple[Group, ...]

@@ -1,5 +1,5 @@
 """A checkpoint's linear layers in INT4, each rounded when it is loaded: a model that generates text then
-takes a third of its memory. No artifact is made from these weights, and nothing is stored.
+takes a third of its memory. No artifact is made from the rounded weights, and nothing is stored.
 """
 
 from functools import partial

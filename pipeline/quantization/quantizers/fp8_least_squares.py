@@ -1,9 +1,10 @@
 """FP8: for each row or block, the scale under which E4M3 has the least squared error. It reads no file.
 
-E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. One
-octave of scales, down from the scale that makes the row's largest weight 448, therefore covers all grids. The
-search tries this octave in even steps; then the best grid's codes are scaled once more to fit the row. On
-weights of the bundled checkpoint, the error is 8% smaller than with the scale of the largest weight.
+E4M3 is a floating-point grid: under a scale twice as large it has the same values, down to subnormals. All
+different grids are therefore covered by one octave of scales, from the scale that makes the row's largest
+weight 448 downwards. The search tries this octave in even steps; then the best grid's codes are scaled once
+more to fit the row. On weights of the bundled checkpoint, the error is 8% smaller than with the scale of the
+largest weight.
 
 Rows lie along the last dimension and the weights of a row along the first ([K, rows]); a sum adds one half of
 the numbers to the other, again and again. Only single IEEE operations in a fixed order touch a number, so the

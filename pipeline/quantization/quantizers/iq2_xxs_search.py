@@ -6,8 +6,8 @@ every scale after that takes one addition and one minimum. Signs are those of th
 only an even number of minus signs, so if it is odd, the sign whose change costs least is changed.
 
 Scales of blocks are searched over ratios of the largest magnitude. After that search, the super-block's fp16
-scale and the blocks' four bits are fitted to these scales, and the entries to the resulting scales. Both
-steps run twice. It reads no file.
+scale and the blocks' four bits are fitted to the scales that were found, and the codebook entries are chosen
+again for the resulting scales. Both steps run twice. It reads no file.
 """
 
 import torch

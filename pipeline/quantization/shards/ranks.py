@@ -51,7 +51,9 @@ class RankLost(click.ClickException):
 
 
 class Ranks:
-    """This process and its rank among `size`. All processes must make these calls in the same order."""
+    """This process and its rank among `size`. All processes must call the methods of this class in the same
+    order.
+    """
 
     def __init__(self, store: Store, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size

@@ -102,9 +102,9 @@ def _is_slow(ratios: Sequence[float], most: float) -> bool:
 
 
 def lower_rank(count: int) -> int | None:
-    """Return the index of the largest of `count` sorted values that is above their true median with a chance
-    of `ERROR` at most; None if not even the lowest is. The number of values below the median is binomial
-    (Thompson, 1936)."""
+    """Return the index of a lower limit for the true median of `count` sorted values: the largest value that
+    is above the true median with a chance of at most `ERROR`; None if even the lowest value has a larger
+    chance. The number of values below the median is binomial (Thompson, 1936)."""
     chance, rank = 0.0, None
     for index in range(count):
         chance += math.comb(count, index) / 2**count

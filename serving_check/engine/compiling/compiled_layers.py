@@ -260,7 +260,7 @@ def _no_guards(entries: list[Any]) -> list[bool]:
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:
-    """Yield the members of the model's outermost module lists, and the modules beside these lists."""
+    """Yield the members of the model's outermost module lists, and the modules beside such a list."""
     for parent in model.modules():
         children = list(parent.children())
         lists = [child for child in children if isinstance(child, nn.ModuleList)]

@@ -1,9 +1,10 @@
 """Barriers in Inductor's loops that update a buffer in place, between reading and storing.
 
 If a row has fewer elements than a program has threads, several threads hold the same elements. In the loop of
-a reduction, one of these threads could store a sum before another had read the old value, which then added
-twice: one norm in a few thousand was wrong. Inductor adds such a barrier if the index of a load is broadcast
-(triton issue 1615), but not in this case. Reductions without loops store after everything is read.
+a reduction, one thread could store a sum before another thread had read the old value, so that the other
+thread added twice: one norm in a few thousand was wrong. Inductor adds such a barrier if the index of a load
+is broadcast (triton issue 1615), but not in this case. Reductions without loops store after everything is
+read.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ BARRIER = "tl.debug_barrier()"
 
 @contextmanager
 def barriers_in_loops() -> Iterator[None]:
-    """Compile kernels with these barriers while the block is open."""
+    """Compile kernels with barriers in their loops while the `with` block is open."""
     # Imported here: a compiler takes seconds to load.
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel

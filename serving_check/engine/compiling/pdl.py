@@ -53,7 +53,7 @@ def _inductor_kernel() -> Any:
 
 
 def _wait(kernel: Any, lines: Any, *_: str, consider_reads: bool = False) -> None:
-    """Emit a wait before each memory access; Inductor keeps only the first of these lines."""
+    """Emit a wait before each memory access; Inductor keeps only the first wait."""
     if kernel._enable_pdl_codegen():
         in_loop = kernel.inside_reduction and kernel.range_trees[-1].is_loop
         (kernel.body if in_loop else lines).writeline(f"{kernel.GDC_LAUNCH}; {kernel.GDC_WAIT}")
