@@ -257,8 +257,8 @@ def _require_alive(servers: Sequence[SubprocessEndpoint]) -> None:
 
 
 def _in_company(run: Run, artifact: Endpoint, text: "HeldOutText") -> CompanyFigures | None:
-    """Return None if the artifact's server does not claim batch invariance. The requests that test batch
-    invariance may be as late as the gate's other requests.
+    """Return None if the artifact's server does not claim batch invariance. Requests that test batch
+    invariance have the same time limit as the gate's other requests.
     """
     claim, workload = run.options.batch_invariance, run.workload
     if claim == "tuned":

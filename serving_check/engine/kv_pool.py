@@ -84,8 +84,9 @@ class KVPool:
         return pages_for(length, self.page_size)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a row, and pages for all its tokens. The caller has checked that a row and the
-        pages are free."""
+        """Give the sequence a row, and pages for all its tokens. The caller must have checked that a row and
+        enough pages are free.
+        """
         sequence.row = self._free_rows.pop()
         self.grow(sequence)
 

@@ -185,8 +185,8 @@ def keeps_a_state(module: nn.Module) -> bool:
 
 
 def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
-    """Make a model's layers with states use our states inside an engine. Raise UserError for unknown
-    kinds.
+    """Make a model's layers with states use our states inside an engine. Raise UserError if a layer keeps a
+    state of an unknown kind.
     """
     for name, module in model.named_modules():
         if keeps_a_state(module) and "forward" not in module.__dict__:

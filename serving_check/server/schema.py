@@ -120,7 +120,9 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """The common part of the two APIs. A field of None takes the model's own default, and null means None."""
+    """The fields that requests for completions and for chats have in common. A field of None takes the
+    model's own default, and null means None.
+    """
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=lenient_schema

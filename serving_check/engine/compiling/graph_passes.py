@@ -1,6 +1,6 @@
 """Our passes over the graphs of compiled layers, which run before Inductor plans its kernels.
 
-Inductor takes a single custom pass, so this file combines our passes; each has a file of its own.
+Inductor accepts a single custom pass, so this file combines our passes, each of which has its own file.
 """
 
 from typing import Any
