@@ -11,7 +11,7 @@ NEW_OBJECTS = 10_000
 
 
 def search_rarely() -> None:
-    """Raise the threshold for this process. Only processes that Scalegate starts may call this, not a library
-    user's.
+    """Raise the threshold for this process. Call this only in processes that Scalegate starts, never in a
+    process of a library's user.
     """
     gc.set_threshold(NEW_OBJECTS)

@@ -44,7 +44,8 @@ def rotate_slices(x0, x1, x2, x3, matrix_ptr, WIDTH: tl.constexpr):
     """Multiply columns by the Hadamard matrix, in fp32: slices [D/4, M] of neighbouring channels are
     multiplied, then added.
 
-    The Hadamard matrix of D is the Kronecker product of those of 4 and of D/4. matrix: fp16 [D/4, D/4] of +-1
+    The Hadamard matrix of D is the Kronecker product of the Hadamard matrices of 4 and of D/4. matrix: fp16
+    [D/4, D/4] of +-1
     """
     line = tl.arange(0, WIDTH)
     matrix = tl.load(matrix_ptr + line[:, None] * WIDTH + line[None, :])

@@ -223,7 +223,7 @@ def e4m3_rows(rows):
 
 @gluon.jit
 def e4m3_view(queries, WHICH: gl.constexpr, T: gl.constexpr):
-    """Return a view of the memory for a warpgroup's queries as e4m3; e4m3 queries take only its first half."""
+    """Return a warpgroup's memory for queries as e4m3; e4m3 queries take only its first half."""
     return reinterpret(queries, gl.float8e4nv, [4, ROWS, T.dim], T.key_layout).index(2 * WHICH)
 
 

@@ -1,5 +1,5 @@
-"""Patterns by which a quantization config names modules: matching patterns, and writing a set of names as few
-patterns.
+"""The patterns by which a quantization config names modules: this file matches patterns, and writes a set of
+names as few patterns.
 
 Both compressed-tensors' patterns (exact names, `re:` expressions, class names) and ModelOpt's (shell
 wildcards) are known.
