@@ -11,11 +11,11 @@ Each request has one query token. Prefill and formats with several values in a b
 
 A program handles one (request, kv head, run of splits) with all the G = H / H_kv query heads of the group, so
 K and V are read and decoded once. Splits are counted from the start of the context, and their size depends on
-that request's length alone. So a request's bits do not depend on who shares its batch (pegainfer #438). Short
-contexts are split finer, because a program for a short context spends its time waiting for one tile after
-another. Eight-bit pages are not split finer: their programs need long runs of tiles to keep loads in flight.
-Scales are never applied to the pages: K's scale multiplies the scores, V's the probabilities (int8) or the
-result (e4m3).
+that request's length alone. A request's bits therefore do not depend on the other requests in its batch
+(pegainfer #438). Short contexts are split finer, because a program for a short context spends its time
+waiting for one tile after another. Eight-bit pages are not split finer: their programs need long runs of
+tiles to keep loads in flight. Scales are never applied to the pages: K's scale multiplies the scores, V's the
+probabilities (int8) or the result (e4m3).
 
 A request of L tokens reads 2 * L * H_kv * D * itemsize bytes, each byte once; partial sums add H * D * 4 * 2
 / split. At G = 4, D = 128, split = 512 that is 3% in bf16. The least possible time is the number of bytes

@@ -16,14 +16,16 @@ warp has 16 rows and up to 8 tiles of 128 columns, 16 bytes a lane and load:
     mma.m16n8k16:    first operand (16 rows, a slice of 16 columns) . second (the slice, 8 columns)
 
 The 8 columns of the second operand are the *tiles of x*, the same for every tile of words: of the product of
-tile s only column s is meaningful, and is kept. So sums [16, 8] are ordered by group. Scales and zeros are
-applied once for 8 groups, in fp32, with S the sums of x over each group (computed as a product with ones):
+tile s only column s is meaningful, and is kept. The sums [16, 8] are therefore ordered by group. Scales and
+zeros are applied once for 8 groups, in fp32, with S the sums of x over each group (computed as a product with
+ones):
 
     integer zero      scale * (P + low * S)              P = sum (128 + q) x, low = -(128 + z)
     fractional zero   scale * (P - 136 * S) + low * S    low = (8 - z) * scale
 
-So a weight takes 1.1 instructions (2.8 in `int4.py`), and no value changes lanes: both operands have a
-slice's columns in the order of the words, which are loaded in the order that the matrix instruction needs.
+Decoding a weight therefore takes 1.1 instructions (2.8 in `int4.py`), and no value changes lanes: both
+operands have a slice's columns in the order of the words, which are loaded in the order that the matrix
+instruction needs.
 
 `gate_up` owns 16 rows of gate and the same of up; `down` owns 16 rows of all top_k experts, summed in the
 order j = 0, 1, ...: so the same token gives the same bits. The first reads of `down` do not depend on

@@ -9,7 +9,7 @@
 
 The decoder, one per format (`int4.py`, `nvfp4.py`), defines the meaning of words and scale words. Slice j of
 a tile's 128 columns holds columns 16j .. 16j+15; the words 2t and 2t+1 of a row hold columns 2t and 2t+1 of
-every slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. So words are read from shared memory
+every slice, word 2t of slices 0 to 3, word 2t+1 of slices 4 to 7. Words are therefore read from shared memory
 directly into the registers in which the matrix instruction needs its first operand, and no value changes
 lanes. The weight is the first operand ("swap AB"), and blocks are as in `unquantized.py`. Sums over K are
 added in one fixed order, in fp32.

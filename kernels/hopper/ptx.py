@@ -423,7 +423,8 @@ def bulk_load_asm(sums_bytes, scales_bytes, full, words):
 def bulk_load(sums, scales, slot, SUMS_BYTES: gl.constexpr, SCALES_BYTES: gl.constexpr, t, smem):
     """Let lane 0 start bulk copies of partial sums into a slot's activations, and of scales into its words.
 
-    The copies complete on the slot's full mbarrier. Other CTAs wrote the sums, hence the proxy fence.
+    The copies complete on the slot's full mbarrier. A proxy fence is needed because other CTAs wrote the
+    sums.
     """
     gl.inline_asm_elementwise(
         bulk_load_asm(SUMS_BYTES, SCALES_BYTES, smem.FULL, smem.WORDS), "=r,l,l,r,r,r",

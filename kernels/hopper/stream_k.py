@@ -14,15 +14,16 @@ tile, do others whole and begin one more:
     CTA 1               -|-- tile 2 --|-   partial sums to its own, in order of K, so the bits are the same
     CTA 2                    tile 3 ---|   on every run
 
-* Partial sums cost as much time as 200 to 400 columns of K: to send, to wait for and to add. So where the
-  same split recurs every two, three or four CTAs, start offsets give the senders less to multiply
-  (`stream_k_config.balanced_start_offsets`). Or tail partials are prefetched: `tail_prefetch.py`.
+* Partial sums cost as much time as 200 to 400 columns of K: to send, to wait for and to add. If the same
+split recurs every two, three or four CTAs, start offsets give the CTAs that send partial sums less to
+multiply (`stream_k_config.balanced_start_offsets`). Or tail partials are prefetched: `tail_prefetch.py`.
 * An owner waits only for CTAs with higher numbers, which the grid starts earlier (it counts backwards), so an
 owner never waits for a CTA that has yet to be scheduled. If there are as many CTAs as tiles (data-parallel),
 no CTA waits for another.
 * All CTAs read x. If several CTAs are at the same columns at the same time, L2 serves them with one read from
-  memory. So a number of CTAs that splits few tiles alike is worth more than one that keeps every SM busy: 80
-  tiles of 256 rows of x by 120 CTAs, three for two tiles, take 40 us, by 132 CTAs 51 (H200, November 2026).
+  memory. A number of CTAs that splits all tiles in a few equal ways is therefore better than a number that
+  keeps every SM busy: 80 tiles of 256 rows of x by 120 CTAs, three for two tiles, take 40 us, by 132 CTAs 51
+  (H200, November 2026).
 * Warp specialization: one producer warp issues TMA loads, one or two warpgroups consume. No CTA barrier in
   the main loop: each warp waits and arrives at mbarriers by itself (`ptx.py`).
 * PDL (programmatic dependent launch): weights are loaded before the kernel ahead has ended; activations, and

@@ -2,15 +2,16 @@
 
 `e4m3_packing.py` describes the bytes, and has the reference. A register holds four numbers, each a sign bit
 and a magnitude of up to 8 in the lowest bits. Read as E4M3, these bits are a subnormal number, or 2^-6, and
-equal exactly the number times 2^-9; the scale makes up for the factor. So nothing is rounded before the sums.
+equal exactly the number times 2^-9; the scale makes up for the factor. Nothing is therefore rounded before
+the sums.
 
     lop3      the sign s of four codes          shift, lop3    their magnitudes m, less one if negative
     mad       m + s * 0x81: the sign into the highest bit of a byte, and the one
 
 Instructions per weight (PTX): 1.1.
 
-wgmma sums E4M3 with 14 bits. So the sums over each group go into a second fp32 accumulator, multiplied by the
-group's scale (two levels, as DeepGEMM).
+wgmma sums E4M3 with 14 bits. The sums over each group are therefore multiplied by the group's scale and added
+to a second accumulator in fp32 (two levels, as in DeepGEMM).
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
     y [1, N] = x [1, K] @ w.T        words, scales: `packing.py`        look-ups: `lookup.py`
 
 The weight is the product's M operand, a strip of 16 rows. The product's 8 columns are not rows of x but the 8
-blocks of 32 columns of a super-block: column c is x in block c and zero elsewhere. So every block's sum stays
-separate until the super-block ends, and is then scaled in a lane that has its scale.
+blocks of 32 columns of a super-block: column c is x in block c and zero elsewhere. The sum of every block
+therefore stays separate until the super-block ends, and is then scaled in a lane that has the block's scale.
 
 A warp handles some strips and every n-th super-block of 256 columns of K; a CTA's warps add their sums at the
 end of a tile, CTAs that share a tile write sums to memory, and the last CTA adds these in order. CTAs stay

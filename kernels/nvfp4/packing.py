@@ -32,8 +32,8 @@ E4M3 reaches 448). Each row r of each warp has two words of scales, [w, r, 2]:
     word 1: slice 2; rotated left by 8, slice 3        high half: row r + 8
 
 E4M3's subnormals become normal numbers in this code. A negative scale passes its sign to the codes, and a
-scale of zero makes the codes zero. So bf16(code) * bf16(scale) = code * scale / 128, exact: at most six bits
-of mantissa. A weight takes 4.5 bits.
+scale of zero makes the codes zero. The product bf16(code) * bf16(scale) is therefore exactly code * scale /
+128: it needs at most six bits of mantissa. A weight takes 4.5 bits.
 """
 
 import torch

@@ -8,8 +8,8 @@ nothing but y is rounded.
 
 On an EPYC with AVX-512 BF16, INT4 is at least as fast as the unquantized product at every M up to 128
 (`tests/bench/results/layouts/int4_cpu.md`; the others are beside it). A row's bits do not depend on the rows
-beside it, so these layouts serve batch invariance too. They are chosen by a measurement only: numba takes
-seconds to compile a kernel for the first time.
+beside it, so these layouts serve batch invariance too. The layouts of this file are chosen by a measurement
+only: numba takes seconds to compile a kernel for the first time.
 """
 
 import functools

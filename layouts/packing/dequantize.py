@@ -1,6 +1,6 @@
 """The layout for every format: the weight as stored, dequantized again for every product.
 
-Slow. Other layouts are checked against it; it is not for serving unless every other layout refuses.
+Slow. All other layouts are checked against `dequantize`, which serves only if every other layout refuses.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Our own layouts for Hopper: weights of any format in the order of the tensor cores' registers.
 
-This file has what all formats share. Each format has a `Packing` in a file beside this one, and its byte
-layout and decoder in `kernels/`. The CPU and other GPUs have layouts of their own.
+This file has the code that all formats share. Each format has a `Packing` in a file beside this one, and its
+byte layout and decoder in `kernels/`. The CPU and other GPUs have layouts of their own.
 
     NAME            stream-K; tile and split follow from the bucket of M and the shape
     NAME_invariant  split-K; the order of summation is the same for every M, so a row's bits do not depend on

@@ -1,8 +1,8 @@
 """Writing a whole checkpoint as one GGUF file that llama.cpp reads, a tensor at a time.
 
-IQ2_XXS weights keep their bits. Other quantized weights become BF16, since no GGUF type holds their numbers;
-unquantized tensors keep their dtype, and vectors become fp32, as llama.cpp requires. On request, all matrices
-except those in IQ2_XXS are rounded to Q8_0.
+IQ2_XXS weights keep their bits. Weights in other quantized formats become BF16, since no GGUF type holds
+their numbers; unquantized tensors keep their dtype, and vectors become fp32, as llama.cpp requires. On
+request, all matrices except those in IQ2_XXS are rounded to Q8_0.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """Linear layers whose weight the model's code reads for more than the product of `nn.Linear`.
 
-Such a layer cannot be packed. Mamba's mixer computes `self.dt_proj.weight @ time_step` without calling the
-layer, and vLLM also leaves that weight unquantized. DeepSeek-V4's grouped layers multiply each group of
-inputs by other rows.
+A layer whose weight is read directly cannot be packed. Mamba's mixer computes `self.dt_proj.weight @
+time_step` without calling the layer, and vLLM also leaves that weight unquantized. DeepSeek-V4's grouped
+layers multiply each group of inputs by other rows.
 """
 
 import ast

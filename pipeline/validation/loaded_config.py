@@ -72,7 +72,7 @@ def contradictions(config: Mapping[str, Any], where: str = "") -> Iterator[str]:
 def changes_beyond(config: Mapping[str, Any]) -> list[int]:
     """Return positions from which on the config makes a model compute otherwise than before, smallest first.
 
-    Such positions are the end of the context that the model was first trained on
+    Positions of this kind are the end of the context that the model was first trained on
     (`original_max_position_embeddings`), a sliding window, a chunk of local attention.
     """
     found = set()

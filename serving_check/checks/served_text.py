@@ -1,7 +1,8 @@
 """Whether text served under load is the artifact's own: each token is compared with the artifact's logits.
 
-Except for rounding, a greedy token has the highest logit of the model that wrote it. Other tokens were
-written by another model or by a kernel that is wrong for a batch, or were changed on their way.
+Except for rounding, a greedy token has the highest logit of the model that wrote it. A token without the
+highest logit was written by another model or by a kernel that is wrong for a batch, or was changed on its
+way.
 """
 
 import math

@@ -132,8 +132,8 @@ class CudaRunner:
         return self._buffers.shape(num_tokens, self._rows, self._rows)
 
     def _scored_shape(self, num_tokens: int) -> StepShape:
-        """Return the shape of a step with room for prompt logprobs. Such steps are rare, so there is no graph
-        for them.
+        """Return the shape of a step with room for prompt logprobs. Steps with prompt logprobs are rare, so
+        there is no graph for them.
         """
         return self._buffers.shape(num_tokens, self._rows, self._rows + MOST_SCORED)
 

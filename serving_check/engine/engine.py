@@ -208,8 +208,8 @@ class Engine:
         """Launch a step, and only then wait for the tokens of the step before.
 
         A request that ended in the step before is launched once more; that extra token is dropped when the
-        launched step retires. Other requests may get its row and pages at once: the device runs steps in
-        order, so they write later.
+        launched step retires. Other requests may get the ended request's row and pages at once: the device
+        runs steps in order, so the other requests write later.
         """
         launched = self._launch(self.scheduler.schedule())
         outputs = self._retire()

@@ -128,9 +128,9 @@ _STEP: ContextVar[PagedAttention | _NoStorage] = ContextVar("the step that a for
 class _AttentionAsOp:
     """Takes attention calls and passes them to a custom op, which compiled code can contain.
 
-    Layers that are alike share one compilation, even across engines. So the op finds the current step through
-    a context variable, and the layer's index is a tensor in host memory: compiled code treats that tensor as
-    an input, not as a constant.
+    Layers that are alike share one compilation, even across engines. The op therefore finds the current step
+    through a context variable, and the layer's index is a tensor in host memory: compiled code treats that
+    tensor as an input, not as a constant.
     """
 
     def attend(

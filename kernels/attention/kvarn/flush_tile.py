@@ -2,8 +2,8 @@
 
 The result equals a tile in `flush.py`; matrix units read operands from registers (from sm_80 on). The tile
 lies in shared memory, and both products, along tokens and along channels, load it from there as their left
-operand and square it on the way. So several programs fit on a multiprocessor, and one works while another
-waits.
+operand and square it on the way. Because programs need few registers, several fit on a multiprocessor, and
+one works while another waits.
 
     rows      of which each has a scale and a zero: channels of keys, tokens of values
     columns   the others, which have a scale alone and go first in each turn

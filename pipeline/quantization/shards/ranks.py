@@ -51,8 +51,8 @@ class RankLost(click.ClickException):
 
 
 class Ranks:
-    """This process and its rank among `size`. All processes must call the methods of this class in the same
-    order.
+    """This process of a job, and its rank among the `size` processes of the job. All processes must call the
+    methods of this class in the same order.
     """
 
     def __init__(self, store: Store, rank: int = 0, size: int = 1):

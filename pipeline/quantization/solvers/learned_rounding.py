@@ -205,7 +205,7 @@ def _parameters(
 ) -> Iterator[tuple[str, _Place]]:
     """Yield the weights that lie in the layer's parameters as they were found, one below the other.
 
-    Other weights, such as transposed ones, stay as they were found.
+    Weights that do not, such as transposed ones, stay as they were found.
     """
     for (target, expert), linears in places.by_slot.items():
         if not target.startswith(f"{name}.") or any(linear.module not in found for linear in linears):
