@@ -11,6 +11,7 @@ from scalegate.base.errors import UserError
 from scalegate.base.registry import Registry
 from scalegate.layouts.kv.format import KV_FORMATS
 from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.states.all_states import STATE_FORMATS
 from scalegate.pipeline.cli.main import main
 from scalegate.pipeline.conventions.all_conventions import CONVENTIONS, EXPORTS
 from scalegate.pipeline.records.engine_commands import engines
@@ -24,6 +25,7 @@ NAME = "one_more"
 REGISTRIES = {
     "layout": LAYOUTS,
     "KV format": KV_FORMATS,
+    "state format": STATE_FORMATS,
     "engine": ENGINES,
     "convention": CONVENTIONS,
     "export": EXPORTS,
@@ -68,6 +70,7 @@ def test_doctor_says_what_it_is_here(registered: bool):
     names = {
         "layout": {state["layout"] for state in found["layouts"]},
         "KV format": set(found["kv_formats"]),
+        "state format": set(found["state_formats"]),
         "engine": {engine["name"] for engine in found["engines"]},
         "convention": set(found["conventions"]),
     }
@@ -104,7 +107,7 @@ def test_a_card_shows_how_an_engine_serves_the_release(registered: bool):
 
 def test_there_is_no_registry_that_this_file_forgets():
     modules = ["layouts.packing.all_layouts", "layouts.kv.format", "pipeline.conventions.all_conventions"]
-    modules += ["serving_check.adapters.all_engines"]
+    modules += ["serving_check.adapters.all_engines", "layouts.states.all_states"]
     found = [
         value
         for module in modules

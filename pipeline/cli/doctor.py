@@ -163,6 +163,7 @@ def _details(diagnosis: Diagnosis) -> Iterator[str]:
     for engine in diagnosis.engines:
         yield f"  {engine.name:10} {'yes' if engine.available else 'no'}: {engine.detail}"
     yield f"\nConventions  {', '.join(diagnosis.conventions)}"
+    yield f"States       {', '.join(diagnosis.state_formats)}"
     yield f"Hub cache    {diagnosis.cache_free_bytes / GB:.1f} GB free in {diagnosis.hub.cache}"
     if diagnosis.hub.token:
         yield "Hub token    `hf auth whoami` asks whether it is valid"

@@ -30,6 +30,7 @@ from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Experts, ExpertsLayout, Problem
 from ...layouts.packing.per_expert import SUFFIX
+from ...layouts.states.all_states import STATE_FORMATS
 from ...serving_check.adapters.all_engines import ENGINES
 from ...serving_check.adapters.engine import Availability
 from ..conventions.all_conventions import CONVENTIONS
@@ -143,6 +144,8 @@ class Diagnosis:
     layouts: list[LayoutState]
     engines: list[Engine]
     kv_formats: list[str]
+    state_formats: list[str]
+    """What recurrent layers keep of a request, by the names of the formats that are served."""
     conventions: list[str]
     """The conventions of quantized checkpoints that Scalegate reads."""
     hub: HubLogin
@@ -176,6 +179,7 @@ def doctor() -> Diagnosis:
         layouts=states,
         engines=[Engine(name, found.available, found.detail) for name, found in engines.items()],
         kv_formats=list(KV_FORMATS),
+        state_formats=list(STATE_FORMATS),
         conventions=list(CONVENTIONS),
         hub=HubLogin(constants.ENDPOINT, get_token() is not None, constants.is_offline_mode(), str(cache)),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
