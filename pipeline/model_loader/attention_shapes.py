@@ -45,13 +45,18 @@ def served_layers_of(checkpoint: Checkpoint, dtype: torch.dtype | None, device: 
     )
 
 
+def has_states(checkpoint: Checkpoint) -> bool:
+    """Say whether some of the checkpoint's layers are recurrent."""
+    model = meta_model(checkpoint, default_dtype(checkpoint))
+    return any(keeps_a_state(module) for module in model.modules())
+
+
 def layers_with_states_of(checkpoint: Checkpoint) -> ServedLayers | None:
     """Return what the checkpoint's layers keep for requests if some layers are recurrent; None if none are.
 
     Raise UserError if the layers' shapes are not known.
     """
-    model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
-    if not any(keeps_a_state(module) for module in model.modules()):
+    if not has_states(checkpoint):
         return None
     try:
         return served_layers_of(checkpoint, None, torch.device("cpu"))

@@ -22,6 +22,7 @@ from ...serving_check.quality import Document, read_documents
 from ...serving_check.workload.use_plan import TURNS, WITH_SYSTEM, Conversations
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.tokenizer import load_tokenizer
+from ..model_loader.attention_shapes import has_states
 from ..model_loader.vocabulary import refuse_unknown_tokens
 from .loaded_config import changes_beyond
 
@@ -29,7 +30,8 @@ HELD_OUT = Path(__file__).parents[2] / "serving_check" / "data" / "heldout.jsonl
 """The text on which every validation measures quality; the README beside it describes it."""
 WINDOW, LONG_WINDOW = 512, 2048
 """The tokens of a window. Windows are long if keys and values are quantized: formats keep the first and the
-last tokens in 16 bits, and scored tokens must attend mostly to quantized ones."""
+last tokens in 16 bits, and scored tokens must attend mostly to quantized ones. Windows are long for recurrent
+layers too: their states accumulate the errors of all earlier tokens."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,12 @@ def _spread(windows: Mapping[str, Sequence[Iterator[Tensor]]], predictions: int)
 def window_for(artifact: Checkpoint, baseline: Checkpoint, kv_format: str, tokens: int) -> int:
     """Return the tokens of a window that quality is measured on.
 
-    Windows are long for quantized keys. If either config changes the computation from some position on (a
-    stretched rope, a sliding window), windows reach beyond that position, as far as the context and `tokens`
-    allow.
+    Windows are long for quantized keys and for recurrent layers. If either config changes the computation
+    from some position on (a stretched rope, a sliding window), windows reach beyond that position, as far as
+    the context and `tokens` allow.
     """
-    window = WINDOW if kv_format == UNQUANTIZED else LONG_WINDOW
+    is_long = kv_format != UNQUANTIZED or any(map(has_states, (artifact, baseline)))
+    window = LONG_WINDOW if is_long else WINDOW
     changes = [position for side in (artifact, baseline) for position in changes_beyond(side.config)]
     reached = [position + WINDOW for position in changes if position + WINDOW <= tokens]
     contexts = [side.context for side in (artifact, baseline) if side.context is not None]

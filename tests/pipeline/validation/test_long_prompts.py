@@ -22,6 +22,7 @@ from scalegate.serving_check.profiles import PROFILES
 from scalegate.serving_check.settings import QUALITY_TOKENS, Bounds, WorkloadSettings, default_ms
 from scalegate.serving_check.workload.prompts import prompts
 from scalegate.serving_check.workload.spec import WorkloadSpec
+from scalegate.tests.pipeline.quantization.tiny_families import make_text
 
 validate_module = importlib.import_module("scalegate.pipeline.commands.validate")
 
@@ -96,6 +97,14 @@ def test_prompts_longer_than_the_text_are_all_different(example_checkpoint: Path
     taken = prompts(spec)
     first = [tuple(next(taken)[:64]) for _ in range(20)]
     assert len(set(first)) == len(first)
+
+
+@pytest.mark.parametrize(("family", "window"), [("jamba", 2048), ("llama", 512)])
+def test_windows_are_long_where_a_state_takes_up_the_errors_of_all_tokens(
+    family: str, window: int, tmp_path: Path
+):
+    hybrid = open_checkpoint(make_text(tmp_path, family, max_position_embeddings=4096))
+    assert window_for(hybrid, hybrid, "unquantized", 4096) == window
 
 
 @pytest.mark.parametrize(
