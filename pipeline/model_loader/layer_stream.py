@@ -7,6 +7,7 @@ are computed in `calibration.py`.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ SEQUENCES_AT_ONCE = 8
 
 Slot = tuple[str, int | None]
 """A parameter of the model, and the index of an expert's slice in it, if it holds experts."""
+
+
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """What the classes around any decoder read of its output."""
+
+    cache_params: None = None
+    """Read by Mamba's and xLSTM's classes."""
+    state: None = None
+    """Read by RWKV's class."""
 
 
 class LayerStream:
@@ -168,7 +179,7 @@ class LayerStream:
         decoder = self.model.get_decoder()
         ids = self.sequences[: len(hidden)].to(self.device)
         try:
-            decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+            decoder.forward = lambda *_, **__: _DecoderOutput(last_hidden_state=hidden)
             with self.rounding or nullcontext():
                 return self.model(input_ids=ids, use_cache=False).logits
         finally:

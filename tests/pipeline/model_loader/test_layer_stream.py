@@ -24,8 +24,11 @@ KINDS = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
+    "mamba": {"time_step_rank": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
 }
-"""Their layers return hidden states; those and attention weights, of which both or the first are taken."""
+"""Their layers return hidden states; those and attention weights, of which both or the first are taken. The
+classes around Mamba's decoders read other fields of its output."""
 CPU = torch.device("cpu")
 
 
@@ -46,8 +49,11 @@ def test_layers_one_by_one_are_the_model(kind: str, count: int, tmp_path: Path):
         stream.advance(name)
         stream.drop(name)
     with torch.inference_mode():
-        expected = model.get_decoder()(sequences, use_cache=False).last_hidden_state
-    torch.testing.assert_close(torch.cat(list(stream.outputs())), expected)
+        expected = model.get_decoder()(sequences, use_cache=False)[0]
+        logits = model(sequences, use_cache=False).logits
+        found = torch.cat(list(stream.outputs()))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(stream.predictions(found), logits)
 
 
 def test_layers_that_return_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
