@@ -5,12 +5,12 @@ expert are zero. LongCat's router also chooses experts that return their input.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-TRANSPOSED = {"Llama4TextExperts": True, "LongcatFlashExperts": False}
+TRANSPOSED = {"Llama4TextExperts": True, "LongcatFlashExperts": False, "Step3p7Experts": False}
 """For each class of experts, whether the weights are stored transposed, [E, K, N]."""
 
 
@@ -19,14 +19,16 @@ def adapt(experts: nn.Module) -> bool:
     is_transposed = TRANSPOSED.get(type(experts).__name__)
     if is_transposed is None:
         return False
-    attributes = {"has_gate": True, "has_bias": False, "is_transposed": is_transposed}
+    attributes: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": is_transposed}
     activation: Callable[[Tensor], Tensor] = experts.act_fn  # type: ignore[assignment]
 
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate) * up
 
-    for name, value in {**attributes, "_apply_gate": apply_gate}.items():
+    if not hasattr(experts, "_apply_gate"):
+        attributes["_apply_gate"] = apply_gate
+    for name, value in attributes.items():
         setattr(experts, name, value)
     return True
 

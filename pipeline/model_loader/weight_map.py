@@ -37,7 +37,7 @@ PROJECTIONS = (GATE, UP, GATE_UP, "down_proj")
 
 
 HALVES, INTERLEAVED = "halves", "interleaved"
-GATE_FIRST = ("Llama4TextExperts",)
+GATE_FIRST = ("Llama4TextExperts", "Step3p7Experts")
 """Experts outside transformers' experts interface whose `forward` uses the first half as the gate."""
 
 
