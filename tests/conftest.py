@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import re
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         )
     if compares_numbers(item.path):
         item.add_marker(pytest.mark.numeric)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What collecting makes stays until the end, so the garbage collector need not look through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
