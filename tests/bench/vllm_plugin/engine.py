@@ -41,7 +41,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--lengths", nargs="+", default=["32x512"], help="prompt x answer, in tokens")
+    parser.add_argument(
+        "--lengths", nargs="+", default=["32x512"],
+        help="prompt x answer, in tokens; 2048x32:1,16,64 for numbers of requests other than --n",
+    )  # fmt: skip
     parser.add_argument("--models", type=Path, default=Path("/tmp/models"))
     parser.add_argument("--together", type=int, default=1, help="formats that fit into the GPU at once")
     parser.add_argument("--turns", type=int, default=2)
@@ -57,6 +60,13 @@ def main() -> None:
         run_engine(options)
     else:
         compare(options)
+
+
+def workload(length: str, numbers: list[int]) -> tuple[int, int, list[int]]:
+    """Return tokens of a prompt and of an answer, and the numbers of requests, of one of `--lengths`."""
+    tokens, _, own = length.partition(":")
+    prompt, answer = map(int, tokens.split("x"))
+    return prompt, answer, [*map(int, own.split(","))] if own else numbers
 
 
 def folder_of(options: argparse.Namespace, convention: str) -> Path:
@@ -83,10 +93,11 @@ def compare(options: argparse.Namespace) -> None:
                 for length in options.lengths:
                     for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                         group[convention, side].ask(f"measure {length}", ends)
-            for side in SIDES:
-                group[convention, side].ask("score", ends)
-            if options.traffic:
-                group[convention, "plugin"].ask(f"traffic {options.traffic}", ends)
+                if turn == 0:
+                    for side in SIDES:
+                        group[convention, side].ask("score", ends)
+                    if options.traffic:
+                        group[convention, "plugin"].ask_for_traffic(options.traffic, ends)
         for engine in group.values():
             engine.stop()
     rows = [row for engine in engines.values() for row in engine.rows]
@@ -105,6 +116,7 @@ class Engine:
         self.name = f"{convention} {side}"
         self.log = options.out / f"{convention}-{side}.log"
         self.rows: list[dict[str, Any]] = []
+        self.compiled_in_traffic: list[str] = []
         environment = {**os.environ, "SCALEGATE_KERNELS": SIDES[side], "PYTHONUNBUFFERED": "1"}
         child = [sys.executable, "-P", __file__, *sys.argv[1:], "--child", convention]
         self.process = subprocess.Popen(
@@ -118,11 +130,19 @@ class Engine:
             self.process.stdin.flush()
             self.answer(ends)
 
+    def ask_for_traffic(self, requests: int, ends: float) -> None:
+        before = len(self.compiled())
+        self.ask(f"traffic {requests}", ends)
+        self.compiled_in_traffic = self.compiled()[before:]
+
     def answer(self, ends: float) -> None:
         for line in self.process.stdout:
             if line.startswith("ANSWER "):
                 rows = json.loads(line.removeprefix("ANSWER "))
                 self.rows += [{"engine": self.name, **row} for row in rows]
+                for row in rows:
+                    if "logprobs" not in row:
+                        print(self.name, json.dumps(row), flush=True)
                 return
             with self.log.open("a") as log:
                 log.write(line)
@@ -137,7 +157,7 @@ class Engine:
                 self.process.kill()
 
     def compiled(self) -> list[str]:
-        """What vLLM's monitor says was compiled in traffic."""
+        """What vLLM's monitor says was compiled since the start, in order."""
         lines = self.log.read_text(errors="replace").splitlines()
         return [line.split("] ", 1)[-1][:160] for line in lines if "during inference: " in line]
 
@@ -166,15 +186,18 @@ class VllmEngine:
         from vllm import LLM
 
         self.options = options
-        self.longest = max(sum(map(int, length.split("x"))) for length in options.lengths)
-        most = max(options.n)
+        workloads = [workload(length, options.n) for length in options.lengths]
+        self.longest = max(prompt + answer for prompt, answer, _ in workloads)
+        self.warm: set[tuple[str, int]] = set()
+        most = max(n for *_, numbers in workloads for n in numbers)
+        tokens = max((prompt + answer + 32) * max(numbers) for prompt, answer, numbers in workloads)
         sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *options.n})
         self.llm = LLM(
             model=str(folder_of(options, options.child)), skip_tokenizer_init=True, dtype=options.dtype,
             max_model_len=max(1024, self.longest + 8), max_num_seqs=most, max_num_batched_tokens=8192,
             enable_prefix_caching=False, seed=0, gpu_memory_utilization=0.1,
             # Told, and not found by looking at what is free: other engines start at the same time.
-            kv_cache_memory_bytes=int(1.05 * bytes_a_token(options) * most * (self.longest + 32)) + 2**28,
+            kv_cache_memory_bytes=int(1.05 * bytes_a_token(options) * tokens) + 2**28,
             tensor_parallel_size=options.tensor_parallel_size,
             compilation_config={"cudagraph_capture_sizes": [n for n in sizes if n <= max(most, 512)]},
         )  # fmt: skip
@@ -189,10 +212,12 @@ class VllmEngine:
         return seconds
 
     def measure(self, length: str) -> list[dict[str, Any]]:
-        prompt, answer = map(int, length.split("x"))
+        prompt, answer, numbers = workload(length, self.options.n)
         found = []
-        for n in self.options.n:
-            self.seconds_of(n, prompt, min(answer, 8))
+        for n in numbers:
+            if (length, n) not in self.warm:
+                self.seconds_of(n, prompt, min(answer, 8))
+                self.warm.add((length, n))
             first, whole = self.seconds_of(n, prompt, 1), self.seconds_of(n, prompt, answer)
             found.append({"length": length, "n": n, "tok_s": n * answer / whole, "first_s": first})
         return found
@@ -248,7 +273,7 @@ def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -
         }
         print(f"# {convention} {options.dtype}: start-up {starts['vllm']:.0f} -> {starts['plugin']:.0f} s")
         for length in options.lengths:
-            for n in options.n:
+            for n in workload(length, options.n)[2]:
                 best = {
                     side: [r for r in rows[side] if (r.get("length"), r.get("n")) == (length, n)]
                     for side in SIDES
@@ -264,7 +289,7 @@ def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -
                 )
         for row in rows["plugin"]:
             if "requests" in row:
-                compiled = engines[convention, "plugin"].compiled()
+                compiled = engines[convention, "plugin"].compiled_in_traffic
                 print(
                     f"  {row['requests']} requests of mixed lengths in {row['seconds']:.0f} s: "
                     f"{row['whole']} whole; compiled: {compiled or 'nothing'}"
