@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
+from ..kernels.hopper.packed_operand import PackedOperand
 from ..layouts.formats.weight_format import spec_from_json, spec_to_json
 from ..layouts.packing.hopper import HopperLayout
 from ..layouts.packing.layout import PackedWeight
@@ -19,6 +20,8 @@ from .choice import LAYOUTS
 
 NAMESPACE = "scalegate_kernels"
 BUFFER = "scalegate_{}"
+OPERAND = "scalegate_operand"
+"""The attribute of a weight's first tensor that holds its `Operand`."""
 _LIBRARY = library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -63,9 +66,34 @@ def kind_of(text: str) -> Kind:
     return Kind(LAYOUTS[template.layout], template, tuple(fields["tensors"]))
 
 
+@dataclass(frozen=True)
+class Operand:
+    """A packed weight as the kernels take it, which its first tensor remembers."""
+
+    kind: str
+    layout: HopperLayout
+    operand: PackedOperand
+    n: int
+
+
+def operand_of(tensors: list[Tensor], kind: str) -> Operand:
+    """Return the operand, which is made once for each weight: in prompts that no graph covers, Python's time
+    counts.
+    """
+    first = tensors[0]
+    operand = getattr(first, OPERAND, None)
+    if operand is None or operand.kind != kind:
+        known = kind_of(kind)
+        # Of other tensors in the same memory, so that what `first` remembers does not hold `first` itself.
+        packed = known.with_tensors([tensor.detach() for tensor in tensors])
+        operand = Operand(kind, known.layout, known.layout.packing.operand(packed), packed.shape[0])
+        setattr(first, OPERAND, operand)
+    return operand
+
+
 def _matmul(x: Tensor, tensors: list[Tensor], kind: str) -> Tensor:
-    known = kind_of(kind)
-    return known.layout.matmul(x, known.with_tensors(tensors))
+    operand = operand_of(tensors, kind)
+    return operand.layout.multiply(x, operand.operand, operand.n)
 
 
 def _shape_of_matmul(x: Tensor, tensors: list[Tensor], kind: str) -> Tensor:

@@ -1,7 +1,8 @@
 """A packed weight for the Hopper kernels, and the TMA descriptors of its stages; host side."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class PackedOperand:
     factor      fp32, by which y is multiplied before it is rounded: [1], or [M] if the decoder has
                 `factor_by_row`; or None
     table       what the decoder fills its table in shared memory from; or None
+    prepared    what `stream_k.launch` has prepared for launches of this weight
     """
 
     words: Tensor
@@ -44,6 +46,7 @@ class PackedOperand:
     decoder: Decoder
     factor: Tensor | None = None
     table: Tensor | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def columns(self) -> int:

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from ..triton_imports import (
+    TensorDescriptor,
     aggregate,
     gdc_launch_dependents,
     gdc_wait,
@@ -435,25 +436,68 @@ class Config:
     head_iters: int = 0
 
 
+class Prepared(NamedTuple):
+    """What all launches of one weight with one tile have in common.
+
+    compiled       the kernel; None before the first launch of all weights for which it is the same
+    compiled_for   its key in `COMPILED`
+    activations    the fields of the TMA descriptor of activations, besides their memory and their shape
+    words, scales  the TMA descriptors of the weight
+    """
+
+    compiled: Any
+    compiled_for: tuple[object, ...]
+    activations: dict[str, Any]
+    words: TensorDescriptor
+    scales: TensorDescriptor
+    form: Form
+
+
 def launch(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> None:
-    """Write x [M, K] @ w.T into y [M, N], in one launch."""
+    """Write x [M, K] @ w.T into y [M, N], in one launch.
+
+    What Python does here counts: no graph covers the products of long prompts. So what does not depend on M
+    is worked out once for each weight and tile.
+    """
     m, n = y.shape
     split = split_of(m, n, weight.columns, config)
     partials = torch.empty(split.scratch, dtype=torch.float32, device=x.device)
-    form = form_of(config.tile, weight.decoder, n, config.head_iters > 0)
+    key = config.tile, config.head_iters > 0, n, x.dtype, y.dtype, alignment(y)
+    prepared = weight.prepared.get(key)
+    if prepared is None:
+        prepared = weight.prepared[key] = prepare(x, weight, y, config)
     arguments = (
-        *weight.descriptors(x, config.tile), weight.table,
-        y, weight.factor, partials, weight.semaphores, m, n, *split.counts, split.inverses, form,
+        descriptor_of(x, prepared.activations), prepared.words, prepared.scales, weight.table,
+        y, weight.factor, partials, weight.semaphores, m, n, *split.counts, split.inverses, prepared.form,
     )  # fmt: skip
     grid = config.num_ctas, 1, 1
-    pointers = weight.table, y, weight.factor, weight.semaphores
-    compiled_for = form, x.dtype, y.dtype, x.device.index, *map(alignment, pointers)
-    compiled = COMPILED.get(compiled_for)
+    compiled = prepared.compiled
     if compiled is None:
-        COMPILED[compiled_for] = stream_k_kernel[grid](*arguments, **config.tile.options())
+        compiled = stream_k_kernel[grid](*arguments, **config.tile.options())
+        COMPILED[prepared.compiled_for] = compiled
+        weight.prepared[key] = prepared._replace(compiled=compiled)
     else:
         run = compiled[grid]
         run(*arguments)
+
+
+def prepare(x: Tensor, weight: PackedOperand, y: Tensor, config: Config) -> Prepared:
+    form = form_of(config.tile, weight.decoder, y.shape[1], config.head_iters > 0)
+    pointers = weight.table, y, weight.factor, weight.semaphores
+    compiled_for = form, x.dtype, y.dtype, x.device.index, *map(alignment, pointers)
+    activations, words, scales = weight.descriptors(x, config.tile)
+    fields = {**vars(activations), "base": None}  # so that x can be freed
+    return Prepared(COMPILED.get(compiled_for), compiled_for, fields, words, scales, form)
+
+
+def descriptor_of(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
+    """Return the TMA descriptor of `x`, whose other fields are given.
+
+    It is made without the checks of its class, which take as long as the rest of a launch.
+    """
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=x, shape=x.shape, strides=x.stride())
+    return descriptor
 
 
 COMPILED: dict[tuple[object, ...], Any] = {}

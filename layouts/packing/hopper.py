@@ -82,7 +82,11 @@ class HopperLayout:
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors, attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        return self.multiply(x, self.packing.operand(packed), packed.shape[0])
+
+    def multiply(self, x: Tensor, weight: PackedOperand, n: int) -> Tensor:
+        """Compute what `matmul` does by an operand that was made of a packed weight with `n` rows."""
         x = x.contiguous()
         if x.data_ptr() % 16:
             x = x.clone()
-        return gemm.matmul(x, self.packing.operand(packed), packed.shape[0], self.batch_invariant)
+        return gemm.matmul(x, weight, n, self.batch_invariant)

@@ -1,6 +1,7 @@
 """vLLM's layers through the plugin's kernels: each checkpoint's product, by a layout that a CPU can run."""
 
 import importlib
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ class DequantizingLayout:
     batch_invariant = False
 
     def __init__(self):
-        self.packing = None
+        self.packing = self
         self.refusal: str | None = None
 
     def refuses(self, problem) -> str | None:
@@ -34,8 +35,11 @@ class DequantizingLayout:
         tensors = {"weight": weight.dequantize(dtype)}
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors, {"group_size": 1})
 
-    def matmul(self, x, packed):
-        return x @ packed.tensors["weight"].T
+    def operand(self, packed):
+        return packed.tensors["weight"]
+
+    def multiply(self, x, weight, n):
+        return x @ weight.T
 
 
 @pytest.fixture
@@ -57,8 +61,11 @@ def vllm(monkeypatch):
     monkeypatch.setattr(choice, "decide", lambda *arguments: found.decision)
     monkeypatch.setattr(choice.Gpu, "of", lambda device: choice.Gpu((9, 0), 132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found.ahead = []
+    monkeypatch.setattr(module["serving"], "compile_ahead", lambda *arguments: found.ahead.append(arguments))
     found.warmed = []
     monkeypatch.setattr(module["serving"], "warm_up", lambda *arguments: found.warmed.append(arguments))
+    module["product"].kind_of.cache_clear()
     module["register"].register()
     return found
 
@@ -125,13 +132,30 @@ def test_the_product_is_that_of_the_checkpoint(vllm, weight_type, convention):
     assert torch.equal(without + bias, y)
 
 
+def test_a_weight_is_made_ready_once_and_freed_with_its_layer(vllm):
+    layer, _ = layer_of("uint4b8")
+    kernel = vllm.mixed[0](config(), "w", "s")
+    kernel.process_weights_after_loading(layer)
+    made = []
+    vllm.layout.operand = lambda packed: made.append(packed.tensors["weight"]) or made[-1]
+    for m in (1, 2):
+        kernel.apply_weights(layer, torch.ones(m, K, dtype=torch.bfloat16))
+    [weight] = made
+    assert weight.data_ptr() == layer.scalegate_weight.data_ptr()
+    gone = weakref.ref(weight)
+    made.clear()
+    vllm.warmed.clear()
+    del layer, weight
+    assert gone() is None
+
+
 def test_the_log_names_a_shape_once_and_all_of_it_is_warmed_up_once(vllm):
     for _ in range(3):
         layer, _ = layer_of("uint4b8")
         kernel = vllm.mixed[0](config(), "w", "s")
         kernel.process_weights_after_loading(layer)
     assert vllm.log == ["scalegate-kernels serves int4 g64 sym 64x256 bfloat16: faster"]
-    assert len(vllm.warmed) == 1
+    assert len(vllm.warmed) == len(vllm.ahead) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """The stream-K kernel is compiled once for everything that Triton would compile it for."""
 
+import weakref
 from typing import Any
 
 import pytest
+
+pytest.importorskip("triton")
+
 import torch
 from scalegate.kernels.hopper import gemm, stream_k, stream_k_config
-from scalegate.kernels.hopper.packed_operand import PackedOperand
+from scalegate.kernels.hopper.packed_operand import PackedOperand, x_layout
 from scalegate.kernels.int4.decoder import Int4Decoder
+from scalegate.kernels.triton_imports import TensorDescriptor
 
 N, K = 128, 256
-SEMAPHORES, ROWS = 8, 9
+ACTIVATIONS, SEMAPHORES, ROWS = 1, 8, 9
 """Places of arguments behind the grid."""
 
 
@@ -64,6 +69,29 @@ def test_a_second_launch_takes_the_compiled_kernel_with_its_own_arguments(kernel
     assert len(launched) == len(compiled)
     assert compiled[SEMAPHORES] is first.semaphores and compiled[ROWS] == 3
     assert launched[SEMAPHORES] is second.semaphores and launched[ROWS] == 5
+
+
+def test_a_later_launch_loads_its_own_activations_of_its_own_shape(kernel):
+    weight = operand(torch.bfloat16)
+    for m in (3, 5, 7):
+        gemm.matmul(torch.zeros(16, 2 * K, dtype=torch.bfloat16)[:m, :K], weight, N)
+    assert len(kernel.compiled) == 1 and len(kernel.launched) == 2
+    for m, launched in zip((5, 7), kernel.launched, strict=True):
+        checked = TensorDescriptor.from_tensor(launched[ACTIVATIONS].base, [8, 256], x_layout())
+        assert launched[ACTIVATIONS] == checked
+        assert tuple(checked.shape) == (m, K) and tuple(checked.strides) == (2 * K, 1)
+
+
+def test_activations_are_freed_after_their_launch(kernel):
+    weight = operand(torch.bfloat16)
+    for _ in range(3):
+        x = torch.zeros(4, K, dtype=torch.bfloat16)
+        gemm.matmul(x, weight, N)
+        kernel.compiled.clear()
+        kernel.launched.clear()
+        gone = weakref.ref(x)
+        del x
+        assert gone() is None
 
 
 @pytest.mark.parametrize("what", ["tile", "dtype", "type of y", "alignment"])
