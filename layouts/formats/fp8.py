@@ -106,7 +106,7 @@ class FP8:
 
     @classmethod
     def variants(cls) -> "list[FP8]":
-        return [cls(), cls(TENSOR), cls(BLOCKS)]
+        return [cls(), cls(BLOCKS)]
 
     def _scale_bits(self, n: int, k: int) -> int:
         if self.scale == BLOCKS:

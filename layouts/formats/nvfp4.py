@@ -98,7 +98,7 @@ class NVFP4Weight(Weight):
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         n, k = self.shape
-        values = _from_e2m1(unpack_nibbles(self.codes))
+        values = from_e2m1(unpack_nibbles(self.codes))
         scale = self.scale.float() * self.global_scale.float()
         return (values.view(n, -1, GROUP_SIZE) * scale.unsqueeze(-1)).view(n, k).to(dtype)
 
@@ -146,7 +146,7 @@ class NVFP4Input:
         return NVFP4Input(tensors["global_scale"], self.divides)
 
 
-def _from_e2m1(codes: Tensor) -> Tensor:
+def from_e2m1(codes: Tensor) -> Tensor:
     """Return the fp32 values of uint8 codes. The values are computed by arithmetic, since a CUDA graph cannot
     copy a table from the host.
     """

@@ -18,12 +18,13 @@ from torch.nn import functional
 from ..formats.fp8 import FP8
 from ..formats.int8 import Int8
 from ..formats.iq2_xxs import IQ2XXS
+from ..formats.mxfp4 import MXFP4
 from ..formats.nvfp4 import NVFP4
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
-CPU_FORMATS = (NVFP4, IQ2XXS, Int8)
+CPU_FORMATS = (NVFP4, MXFP4, IQ2XXS, Int8)
 
 
 class DequantizeOnce:

@@ -8,6 +8,7 @@ import torch
 
 from ...layouts.formats.int4 import UNQUANTIZED, Int4
 from ...layouts.formats.int8 import Int8
+from ...layouts.formats.mxfp4 import MXFP4
 from ...layouts.formats.nvfp4 import NVFP4
 from ...layouts.packing.layout import Problem
 from ..checkpoints.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def unread_by_vllm(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _refuses_on_a_cpu(name: str, problem: Problem) -> str | None:
     spec, n, k = problem.spec, problem.n, problem.k
-    if isinstance(spec, Int8 | NVFP4) or (isinstance(spec, Int4) and spec.activations != UNQUANTIZED):
+    if isinstance(spec, Int8 | NVFP4 | MXFP4) or (isinstance(spec, Int4) and spec.activations != UNQUANTIZED):
         return f"it has no kernel for {spec.label} there"
     if isinstance(spec, Int4) and (n % MULTIPLE or k % MULTIPLE):
         return (

@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401 - registers them
     float_quantized,
+    mxfp4_pack_quantized,
     nvfp4_pack_quantized,
     pack_quantized,
     pack_quantized_int8,

@@ -5,6 +5,7 @@ from . import (  # noqa: F401 - registers them
     int4_quantizer,
     int8_quantizer,
     iq2_xxs_quantizer,
+    mxfp4_quantizer,
     nvfp4_quantizer,
 )
 from .quantizer import QUANTIZERS

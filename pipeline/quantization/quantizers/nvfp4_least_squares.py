@@ -67,7 +67,7 @@ def quantize_nvfp4(weight: Tensor, spec: NVFP4, global_scale: Tensor) -> Quantiz
         magnitude = x.abs()
         chosen = _search(magnitude, global_scale)
         value = _step(chosen, global_scale)
-        q = _nearest_e2m1(magnitude, _reciprocal(value))
+        q = nearest_e2m1(magnitude, _reciprocal(value))
         nibbles = codes_of(q) | (x.signbit() & (q > 0)).to(torch.uint8) << 3
         remainder = magnitude - q * value
         error[block] = fold(remainder.mul_(remainder)).view(-1, groups)
@@ -99,13 +99,13 @@ def _search(x: Tensor, global_scale: Tensor) -> Tensor:
 
 def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the reduction of `<x, x>` by the nearest codes: `step · (2<x, q> - step · <q, q>)`."""
-    q = _nearest_e2m1(x, _reciprocal(step), scratch)
+    q = nearest_e2m1(x, _reciprocal(step), scratch)
     dot = fold(torch.mul(x, q, out=scratch[1]))
     square = fold(q.mul_(q))
     return step * (2 * dot - step * square)
 
 
-def _nearest_e2m1(x: Tensor, reciprocal: Tensor, scratch: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def nearest_e2m1(x: Tensor, reciprocal: Tensor, scratch: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Return magnitudes of the nearest codes of magnitudes x [16, groups], ties to the even code, in fp32.
 
     Codes are 0.5 apart below 2, 1 apart from 2 to 4, then 2 apart: half of the largest power of two that is

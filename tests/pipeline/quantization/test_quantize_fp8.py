@@ -8,7 +8,7 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.e4m3 import E4M3, PER_TOKEN
-from scalegate.layouts.formats.fp8 import BLOCKS, FP8, TENSOR, FP8Weight, to_blocks, to_rows
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8, SCALES, TENSOR, FP8Weight, to_blocks, to_rows
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.modules.linear import QuantizedLinear
@@ -240,7 +240,7 @@ def test_fp8_inputs_go_with_symmetric_int4_alone() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("spec", [*FP8.variants(), W4A8], ids=lambda spec: spec.key)
+@pytest.mark.parametrize("spec", [*map(FP8, SCALES), W4A8], ids=lambda spec: spec.key)
 def test_transformers_reads_it_and_rounds_inputs_as_we_do(
     example_checkpoint: Path, tmp_path: Path, spec: FP8 | Int4, monkeypatch: pytest.MonkeyPatch
 ) -> None:
