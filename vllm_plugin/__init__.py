@@ -11,6 +11,8 @@
     stored.py       vLLM's tensors of a layer as a weight of ours
     product.py      the product as an op of vLLM's graphs
     warm_up.py      compiles all that a layer will need, before vLLM serves
+    compile_ahead.py  has other processes do that while vLLM loads the weights
+    compiler.py     what these processes run
     cache_key.py    what vLLM's compile cache must depend on
     interface.py    all that is vLLM's
 

@@ -17,6 +17,7 @@ from ..layouts.formats.weight_format import spec_from_json, spec_to_json
 from ..layouts.packing.hopper import HopperLayout
 from ..layouts.packing.layout import PackedWeight
 from .choice import LAYOUTS
+from .warm_up import warm_up_pending
 
 NAMESPACE = "scalegate_kernels"
 BUFFER = "scalegate_{}"
@@ -83,6 +84,7 @@ def operand_of(tensors: list[Tensor], kind: str) -> Operand:
     first = tensors[0]
     operand = getattr(first, OPERAND, None)
     if operand is None or operand.kind != kind:
+        warm_up_pending()
         known = kind_of(kind)
         # Of other tensors in the same memory, so that what `first` remembers does not hold `first` itself.
         packed = known.with_tensors([tensor.detach() for tensor in tensors])

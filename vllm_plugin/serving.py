@@ -11,10 +11,11 @@ from ..layouts.formats.weight_format import Weight, WeightFormat
 from ..layouts.packing.layout import Experts, Problem
 from . import cache_key
 from .choice import Choice, choose, choose_experts
+from .compile_ahead import compile_ahead
 from .interface import envs, logger, most_rows, two_at_once
 from .product import attach
 from .speed import measured
-from .warm_up import warm_up
+from .warm_up import PENDING
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
@@ -33,6 +34,7 @@ def _told(problem: Problem) -> Choice:
         log_refusal(str(problem), choice.reason)
     else:
         logger.info("scalegate-kernels serves %s: %s", problem, choice.reason)
+        compile_ahead(choice.layout.name, problem, most_rows() or MAX_ROWS)
     return choice
 
 
@@ -58,7 +60,7 @@ def log_refusal(layer: str, reason: str) -> str:
 
 
 def serve(layer: nn.Module, weight: Weight, dtype: torch.dtype) -> None:
-    """Pack the weight of a chosen layer, and compile everything that it will need."""
+    """Pack the weight of a chosen layer, and have everything compiled that it will need."""
     n, k = weight.shape
     choice = choice_for(weight.spec, n, k, dtype)
     if choice.layout is None:
@@ -67,5 +69,5 @@ def serve(layer: nn.Module, weight: Weight, dtype: torch.dtype) -> None:
     attach(layer, packed)
     kind = f"{choice.layout.name} {weight.spec.key} {n}x{k} {dtype}"
     if kind not in cache_key.SERVED:
-        warm_up(choice.layout, packed, most_rows() or MAX_ROWS)
+        PENDING.append((choice.layout, packed, most_rows() or MAX_ROWS))
         cache_key.SERVED.add(kind)

@@ -1,6 +1,8 @@
 """Compiles, before vLLM serves, every form of the kernel that a layer's products may use at any M.
 
-vLLM captures graphs of some sizes only, and a prompt's M may be anything in between.
+vLLM captures graphs of some sizes only, and a prompt's M may be anything in between. All of it is compiled at
+the first product of all layers, in the step by which vLLM measures its memory: until then other processes
+compile (`compile_ahead.py`), while vLLM loads the weights and compiles its own graphs.
 """
 
 from functools import lru_cache
@@ -10,6 +12,7 @@ import torch
 from ..kernels.hopper import gemm, invariant_config, stream_k_config
 from ..layouts.packing.hopper import HopperLayout
 from ..layouts.packing.layout import PackedWeight
+from .compile_ahead import wait_for_compilers
 
 FINE, FINE_ROWS, COARSE = 8, 1024, 128
 """Steps in which M is looked at, up to so many rows and beyond: a fraction of the tiles there."""
@@ -23,7 +26,7 @@ def rows_looked_at(most: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def rows_to_compile(n: int, columns: int, most: int, batch_invariant: bool) -> tuple[int, ...]:
+def rows_to_compile(n: int, columns: int, most: int, batch_invariant: bool) -> dict[object, int]:
     """Return, for each form of the kernel, the smallest number of rows up to `most` that uses it."""
     first: dict[object, int] = {}
     for m in rows_looked_at(most):
@@ -33,12 +36,33 @@ def rows_to_compile(n: int, columns: int, most: int, batch_invariant: bool) -> t
             config = stream_k_config.config_for(m, n, columns)
             form = config.tile, config.head_iters > 0
         first.setdefault(form, m)
-    return tuple(first.values())
+    return first
+
+
+def rows_by_form(layout: HopperLayout, packed: PackedWeight, most: int) -> dict[object, int]:
+    columns = layout.packing.operand(packed).columns
+    return rows_to_compile(packed.shape[0], columns, most, layout.batch_invariant)
+
+
+def multiply_zeros(layout: HopperLayout, packed: PackedWeight, m: int) -> None:
+    device = next(iter(packed.tensors.values())).device
+    layout.matmul(torch.zeros(m, packed.shape[1], dtype=packed.dtype, device=device), packed)
 
 
 def warm_up(layout: HopperLayout, packed: PackedWeight, most: int) -> None:
     """Multiply zeros by `packed`, once for each form that numbers of rows up to `most` use."""
-    n, k = packed.shape
-    operand = layout.packing.operand(packed)
-    for m in rows_to_compile(n, operand.columns, most, layout.batch_invariant):
-        layout.matmul(torch.zeros(m, k, dtype=packed.dtype, device=operand.words.device), packed)
+    for m in rows_by_form(layout, packed, most).values():
+        multiply_zeros(layout, packed, m)
+
+
+PENDING: list[tuple[HopperLayout, PackedWeight, int]] = []
+"""Layers that are not warmed up yet, and the most rows of a step."""
+
+
+def warm_up_pending() -> None:
+    """Warm up what is pending, unless a CUDA graph is being captured, which would record it."""
+    if not PENDING or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    wait_for_compilers()
+    while PENDING:
+        warm_up(*PENDING.pop())

@@ -49,7 +49,7 @@ def vllm(monkeypatch):
     found.layout = DequantizingLayout()
     module = {
         name: importlib.import_module(f"scalegate.vllm_plugin.{name}")
-        for name in ("cache_key", "choice", "serving", "speed", "register", "product")
+        for name in ("cache_key", "choice", "serving", "speed", "register", "product", "warm_up")
     }
     choice = module["choice"]
     monkeypatch.setattr(choice, "TUNED", dict.fromkeys(choice.TUNED, found.layout))
@@ -64,7 +64,8 @@ def vllm(monkeypatch):
     found.ahead = []
     monkeypatch.setattr(module["serving"], "compile_ahead", lambda *arguments: found.ahead.append(arguments))
     found.warmed = []
-    monkeypatch.setattr(module["serving"], "warm_up", lambda *arguments: found.warmed.append(arguments))
+    monkeypatch.setattr(module["warm_up"], "warm_up", lambda *arguments: found.warmed.append(arguments))
+    module["warm_up"].PENDING.clear()
     module["product"].kind_of.cache_clear()
     module["register"].register()
     return found
@@ -154,6 +155,9 @@ def test_the_log_names_a_shape_once_and_all_of_it_is_warmed_up_once(vllm):
         layer, _ = layer_of("uint4b8")
         kernel = vllm.mixed[0](config(), "w", "s")
         kernel.process_weights_after_loading(layer)
+    assert not vllm.warmed, "vLLM need not wait for the compilers yet"
+    for m in (1, 2):
+        kernel.apply_weights(layer, torch.ones(m, K, dtype=torch.bfloat16))
     assert vllm.log == ["scalegate-kernels serves int4 g64 sym 64x256 bfloat16: faster"]
     assert len(vllm.warmed) == len(vllm.ahead) == 1
 

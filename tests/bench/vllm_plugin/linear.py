@@ -93,7 +93,8 @@ def compile_forms(convention: str, dtype: str) -> None:
     """Layers whose products together take every form of the kernel."""
     for n, k in ((4096, 4096), (2560, 9728), (24576, 4096), (4096, 12288), (57344, 8192)):
         made = CONVENTIONS[convention].tensors(n, k)
-        layer_of(convention, made, n, k, getattr(torch, dtype), ours=True, bias=None)
+        kind = getattr(torch, dtype)
+        layer_of(convention, made, n, k, kind, ours=True, bias=None)(torch.zeros(1, k, dtype=kind).cuda())
         del made
         torch.cuda.empty_cache()
 
