@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from ..sequence import Sequence
 FULL_MANTISSA = 1 << 24
 BISECTIONS = 30
 ARGMAX_BLOCK = 128
+AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SCORED_AT_ONCE = 64
 """Rows of logits that are converted to float32 at once."""
 
@@ -88,8 +90,19 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum of each row. Two passes find the maximum, since torch on a CPU vectorizes amax
-    but not argmax."""
+    """Return the first maximum of each row, int64 [B]."""
+    if logits.device.type == "cpu" and logits.dtype in AS_INTEGERS:
+        # Bits of positive numbers are ordered as the numbers are, and above those of negative numbers and of
+        # zeros. For one row of 8,192 numpy takes 2 µs so, and torch 21.
+        bits = logits.view(AS_INTEGERS[logits.dtype]).numpy()
+        found = bits.argmax(axis=-1)
+        if (bits[np.arange(len(bits)), found] > 0).all():
+            return torch.from_numpy(found)
+    return _argmax_by_blocks(logits)
+
+
+def _argmax_by_blocks(logits: Tensor) -> Tensor:
+    """Two passes find the maximum, since torch on a CPU vectorizes amax but not argmax."""
     if logits.shape[1] % ARGMAX_BLOCK:
         return logits.max(dim=-1).indices
     blocks = logits.unflatten(1, (-1, ARGMAX_BLOCK))

@@ -96,11 +96,17 @@ def test_greedy_takes_the_first_of_equal_logits():
 
 
 @pytest.mark.parametrize("vocabulary", [256, 300, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_two_pass_argmax_is_argmax(vocabulary: int, dtype: torch.dtype):
-    logits = torch.randint(0, 40, (64, vocabulary), generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("low", "high"), [(0, 40), (-40, 40), (-40, 0), (-3, 1)])
+def test_the_first_argmax_is_the_first_maximum(vocabulary: int, dtype: torch.dtype, low: int, high: int):
+    logits = torch.randint(low, high, (64, vocabulary), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1], logits[2, 7] = -math.inf, math.inf
+    # Equal numbers of different bits.
+    logits[3] = logits[3].clamp(max=0)
+    logits[3, ::2] *= -0.0
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert first_argmax(logits).tolist() == expected
+    assert first_argmax(logits[4:]).tolist() == expected[4:]
 
 
 def test_uniform_numbers_are_uniform_and_unrelated_from_seed_to_seed():
