@@ -1,6 +1,7 @@
 """Answers under a load as in use are scored by the logits of both models, whatever they were asked for."""
 
 import copy
+import functools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -31,6 +32,7 @@ def scorer(request: pytest.FixtureRequest, model: nn.Module) -> TextScorer:
     return TextScorer(StoredKVModel(copy.deepcopy(model), "unquantized", {}, 128, batch=2), model)
 
 
+@functools.cache
 def continued(model: nn.Module, temperature: float = 0.0) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """What follows `PROMPT`, and its log-probabilities."""
     ids, told = list(PROMPT), []
@@ -107,6 +109,7 @@ def test_a_repetition_penalty_counts_the_prompt_and_the_answer(model: nn.Module,
         assert score(scorer, served("repetition", other, adjustments=asked)).off > 0
 
 
+@functools.cache
 def adjusted(model: nn.Module, asked: Adjustments, counts_prompt: bool = True) -> tuple[int, ...]:
     """What follows `PROMPT` greedily with penalties and biases, one token at a time."""
     found: list[int] = []
