@@ -1,6 +1,6 @@
 """Reading prompts on a CPU: a quantized checkpoint beside an unquantized one, in turn, in one process.
 
-    python -P tests/bench/engine/cpu_prompts.py BF16 QUANTIZED [--tokens 512 2048] [--threads 1] [--seconds 20]
+    python -P tests/bench/engine/cpu_prompts.py BF16 QUANTIZED [--tokens 512 2048] [--threads 1]
 
 Each turn reads one prompt and draws one token. The figure is the process's CPU time, of which the smallest of
 all turns counts, so other load on the machine hardly shows. Prints milliseconds and their ratio.
