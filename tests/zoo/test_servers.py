@@ -7,20 +7,28 @@ from scalegate.base.errors import UserError
 from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.in_use.at_rest import NAME as AT_REST
 from scalegate.serving_check.checks.in_use.drift import NAME as DRIFT
-from scalegate.serving_check.checks.in_use.sampling import NAME as SAMPLING
 from scalegate.serving_check.checks.in_use.speed import NAME as SPEED_IN_USE
 from scalegate.serving_check.checks.part_throughput import DECODING as DECODE_THROUGHPUT
 from scalegate.serving_check.checks.part_throughput import PROMPTS as PROMPT_THROUGHPUT
 from scalegate.serving_check.checks.throughput import NAME as THROUGHPUT
 from scalegate.serving_check.gate import at_rest, in_use
-from scalegate.serving_check.gate.judge import Judgement
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.tests.exhaustive import exhaustive_but
 
 from .all_server_faults import FAULTS
-from .conftest import IN_USE, LONG_PROMPTS, LONG_WORKLOAD, MANY_IN_USE, SHORT_WORKLOAD, WORKLOAD, Zoo
-from .server_fault import TOGETHER, Fault
+from .both_servers import (
+    IN_USE,
+    LONG_PROMPTS,
+    SHORT_WORKLOAD,
+    WORKLOAD,
+    Zoo,
+    is_named,
+    judged_with,
+    measured,
+    not_passed,
+)
+from .server_fault import TOGETHER
 
 pytestmark = pytest.mark.alone
 HIDDEN = [name for name, fault in FAULTS.items() if fault.in_use and fault.profile is None]
@@ -53,10 +61,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             ("fault", "run"), exhaustive_but(cases, *kept), ids=[f"{name}-{run}" for name, run in cases]
         )
-
-
-def not_passed(judgement: Judgement) -> dict[str, str]:
-    return {check.name: check.reason for check in judgement.checks if check.status not in ("pass", "unknown")}
 
 
 def test_a_sound_server_passes_a_short_load_with_requests_of_every_kind(
@@ -94,29 +98,11 @@ def test_decoding_of_a_sound_server_keeps_up_after_long_prompts(zoo: Zoo):
 
 def test_a_faulty_server_is_caught_by_name(zoo: Zoo, fault: str, run: int):
     injected = FAULTS[fault]
-    # What is rare may not happen in the seconds that a curve takes on a fast machine.
-    in_use = injected.in_use or injected.rare
-    judgement = zoo.judged(fault, workload=replace(workload_for(injected), seed=2 + run), in_use=in_use)
+    judgement = judged_with(zoo, injected, run)
     caught = not_passed(judgement)
     print(f"{fault}, run {run}: {judgement.status}, {measured(judgement, injected.check)}, {caught}")
     assert judgement.status == "fail", caught
-    require_named(injected, judgement)
-
-
-def workload_for(fault: Fault) -> WorkloadSettings:
-    if fault.profile is not None:
-        return replace(IN_USE, profile=fault.profile)
-    if fault.in_use:
-        return MANY_IN_USE if fault.check == SAMPLING else IN_USE
-    if fault.long_prompts:
-        return LONG_PROMPTS
-    return LONG_WORKLOAD if fault.rare else SHORT_WORKLOAD if fault.quick else WORKLOAD
-
-
-def require_named(fault: Fault, judgement: Judgement) -> None:
-    caught = not_passed(judgement)
-    assert fault.check in caught, caught
-    assert fault.words in caught[fault.check] or fault.words in measured(judgement, fault.check), caught
+    assert is_named(injected, judgement), caught
 
 
 @pytest.mark.parametrize(
@@ -126,14 +112,14 @@ def test_quick_faults_that_are_on_together_are_named_each_by_its_check(zoo: Zoo,
     judgement = zoo.judged(TOGETHER.join(names), workload=SHORT_WORKLOAD)
     assert judgement.status == "fail"
     for name in names:
-        require_named(FAULTS[name], judgement)
+        assert is_named(FAULTS[name], judgement), (name, not_passed(judgement))
 
 
 @pytest.mark.exhaustive
 def test_faults_that_are_on_together_are_named_each_by_its_check(zoo: Zoo):
     judgement = zoo.judged(TOGETHER.join(NAMED_TOGETHER), workload=IN_USE, in_use=True)
     for name in NAMED_TOGETHER:
-        require_named(FAULTS[name], judgement)
+        assert is_named(FAULTS[name], judgement), (name, not_passed(judgement))
 
 
 @pytest.mark.exhaustive
@@ -141,10 +127,6 @@ def test_all_that_a_load_of_equal_requests_hides_fails_at_once(zoo: Zoo):
     judgement = zoo.judged(TOGETHER.join(HIDDEN), workload=IN_USE, in_use=True)
     print(f"all at once: {judgement.status}, {not_passed(judgement)}")
     assert judgement.status == "fail"
-
-
-def measured(judgement: Judgement, name: str) -> str:
-    return next(check.measured for check in judgement.checks if check.name == name)
 
 
 @pytest.mark.exhaustive
