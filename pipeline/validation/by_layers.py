@@ -6,7 +6,7 @@ so, and keys and values are unquantized: the figures describe the checkpoint, no
 verdict says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -18,6 +18,7 @@ from ...serving_check.adapters.all_engines import engine_named
 from ...serving_check.evidence.evidence import ModelFigures
 from ...serving_check.evidence.served_in_use import ServedInUse
 from ...serving_check.gate.gate import RunFigures
+from ...serving_check.quality import continuation_logits
 from ..checkpoints.checkpoint import Checkpoint
 from ..model_loader.layer_stream import LayerStream
 from .held_out import HeldOutText
@@ -72,6 +73,12 @@ class ModelByLayers(nn.Module):
         hidden = torch.cat([self._outputs.read(row, row + 1) for row in rows])[:, : input_ids.shape[1]]
         hidden = hidden[:, -logits_to_keep:].to(input_ids.device)
         return Output(self._stream.predictions(hidden))
+
+    def continuations(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[Tensor]:
+        """Yield, for each prompt and its continuation, the logits [tokens, V] that predict the continuation.
+        Only whole texts are known here, so they are not padded.
+        """
+        return (continuation_logits(self, *text) for text in texts)
 
     def describe(self) -> ModelFigures:
         model = self._stream.model

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ from ...serving_check.quality import (
     below_best,
     compare,
     compare_domains,
-    continuation_logits,
     continuation_nats,
+    continuations_logits,
     greedy_gaps,
     log_probabilities,
 )
@@ -156,19 +157,26 @@ class TextScorer:
     def answers_in_use(self, served: Sequence[ServedInUse]) -> tuple[AnswerInUse, ...]:
         """Compare the answers' tokens with the artifact's logits, and greedy tokens with the baseline's as
         well."""
-        # Of similar lengths, so that those that are decoded together end together.
-        ordered = sorted(served, key=lambda answer: len(answer.tokens))
-        return tuple(map(self._answer_in_use, ordered, _logits_of(self._artifact, ordered)))
+        # Of similar lengths, so that those that are computed together end together.
+        is_decoded = isinstance(self._artifact, StoredKVModel)
+        ordered = sorted(served, key=lambda answer: len(answer.tokens) if is_decoded else answer.context)
+        theirs = _logits_of(self._baseline, [answer for answer in ordered if answer.kind != "sampled"])
+        return tuple(
+            self._answer_in_use(answer, logits, None if answer.kind == "sampled" else next(theirs))
+            for answer, logits in zip(ordered, _logits_of(self._artifact, ordered), strict=True)
+        )
 
-    def _answer_in_use(self, served: ServedInUse, logits: Tensor) -> AnswerInUse:
-        """Return the scored answer. logits: the artifact's logits [tokens, V]"""
+    def _answer_in_use(self, served: ServedInUse, logits: Tensor, baseline: Tensor | None) -> AnswerInUse:
+        """Return the scored answer.
+
+        logits: the artifact's logits [tokens, V]. baseline: the baseline's, of a greedy answer; else None
+        """
         logits = _as_asked(logits, served)
         draws, baseline_off = None, 0
-        if served.kind == "sampled":
+        if baseline is None:
             name = f"{served.seed} {served.choice} {served.prompt}"
             draws = draws_of(logits, served.tokens, served.temperature, name)
         else:
-            [baseline] = _logits_of(self._baseline, [served])
             baseline_off = tokens_off(below_best(_as_asked(baseline, served), served.tokens))
         errors = None
         if served.logprobs is not None:
@@ -228,14 +236,20 @@ def alternatives_error(told: Sequence[TopLogprobs], logits: Tensor) -> float | N
     return fmean(errors) if errors else None
 
 
+@runtime_checkable
+class ReadsTexts(Protocol):
+    """A model that reads texts in its own way."""
+
+    def continuations(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[Tensor]:
+        """Yield, for each prompt and its continuation, the logits [tokens, V] of the continuation."""
+
+
 def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
-    """Yield the logits of each answer [tokens, V]. If keys and values are stored, all answers are computed
-    together, because answers are read token by token.
-    """
+    """Yield the logits of each answer [tokens, V]; many are computed together."""
     texts = [(answer.prompt, answer.tokens) for answer in served]
-    if isinstance(model, StoredKVModel):
+    if isinstance(model, ReadsTexts):
         return model.continuations(texts)
-    return (continuation_logits(model, *text) for text in texts)
+    return continuations_logits(model, texts)
 
 
 def _as_asked(logits: Tensor, served: ServedInUse) -> Tensor:

@@ -30,10 +30,11 @@ PARTS = 8
 """Number of parts of a burst: enough to tell a step from noise, and a leak from a heap that fills once."""
 CONFIRMING_PARTS = 4
 """Number of further parts after what looks like a step: a step caused by the machine would not last."""
-PART_S = 2.0
+PART_S = 1.2
 """The most seconds that a part of the burst takes, if the server does not become slower."""
-MOST_IN_A_PART = 400
-"""The most requests in a part. In 8 parts this is more than 3,000 if a server answers 200 a second."""
+MOST_IN_A_PART = 240
+"""The most requests in a part: enough for a step by half to stand out of noise, and for memory that grows by
+little more than a KiB with every request to stand out of a heap's steps."""
 FIRST_REQUESTS = 200
 """Number of requests before the burst's parts: they show the rate, and fill pools that later requests
 reuse."""
@@ -45,7 +46,7 @@ BETWEEN_S = 8.0
 """The most seconds for the requests that are sent between the parts."""
 FIRST_S = 0.75
 """The planned seconds for the first requests, which may take twice as long."""
-BASELINE_SHARE = 0.15
+BASELINE_SHARE = 0.25
 """The baseline's requests in a part, as a share of the artifact's: they only show whether the machine
 slows."""
 LEAST_LAST, MOST_LAST = LOOKS[0], 3 * LOOKS[0]

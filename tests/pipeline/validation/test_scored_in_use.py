@@ -11,6 +11,7 @@ import pytest
 import torch
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.validation.in_process import TextScorer, alternatives_error, logprob_errors
+from scalegate.serving_check import quality
 from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.evidence.in_use import AnswerInUse
 from scalegate.serving_check.evidence.served_in_use import ServedInUse
@@ -77,6 +78,27 @@ def test_drawn_tokens_are_as_surprising_as_their_distributions_say(model: nn.Mod
     assert scored.baseline_off == 0 < scored.off
     at_one = score(scorer, served("sampled", tokens, temperature=1.0, seed=1))
     assert at_one.draws.nats == pytest.approx(-sum(told), abs=1e-3)
+
+
+def test_answers_that_are_scored_together_are_scored_as_each_alone(
+    scorer: TextScorer, monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts and answers of several lengths, of which some are padded to that of others."""
+    monkeypatch.setattr(quality, "LEAST_FULL", 0.3)
+    lengths = [(20, 12), (9, 30), (14, 7), (30, 1), (5, 20)]
+    answers = [
+        ServedInUse(kind, tuple(range(prompt)), tuple(range(500, 500 + tokens)), "", 1.0, 1, 1.0, 0)
+        for (prompt, tokens), kind in zip(lengths, ["greedy", "sampled"] * 3, strict=False)
+    ]
+    together = {answer.prompt_tokens: answer for answer in scorer.answers_in_use(answers)}
+    assert together.keys() == {prompt for prompt, _ in lengths}
+    for answer in answers:
+        alone, found = score(scorer, answer), together[len(answer.prompt)]
+        assert (found.tokens, found.off, found.baseline_off) == (alone.tokens, alone.off, alone.baseline_off)
+        if answer.kind == "sampled":
+            assert found.draws.nats == pytest.approx(alone.draws.nats, rel=1e-4)
+    other = replace(answers[1], tokens=answers[1].tokens[::-1])
+    assert score(scorer, other).draws.nats != pytest.approx(together[9].draws.nats, rel=1e-2)
 
 
 def test_the_end_of_sequence_could_not_be_chosen(model: nn.Module, scorer: TextScorer):
