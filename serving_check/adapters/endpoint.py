@@ -64,7 +64,14 @@ class Endpoint:
         return self.resident_bytes() if told is None else int(told)
 
     def complete(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """Return the choice that `/v1/completions` returns for `body`; None if the server fails."""
+        """Return the first choice that `/v1/completions` returns for `body`; None if the server fails."""
+        choices = self.complete_all(body, timeout)
+        return choices[0] if choices else None
+
+    def complete_all(self, body: Mapping[str, Any], timeout: float) -> list[dict[str, Any]] | None:
+        """Return all choices that `/v1/completions` returns for `body`, by index; None if the server
+        fails.
+        """
         request = urllib.request.Request(
             self.base_url + "/v1/completions",
             data=json.dumps({"model": self.model, **body}).encode(),
@@ -72,10 +79,10 @@ class Endpoint:
         )
         try:
             with DIRECT.open(request, timeout=timeout) as response:
-                choice = json.load(response)["choices"][0]
-        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError):
+                choices = json.load(response)["choices"]
+                return sorted(choices, key=lambda choice: int(choice.get("index", 0)))
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return choice if isinstance(choice, dict) else None
 
 
 class UrlEndpoint:

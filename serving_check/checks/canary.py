@@ -44,10 +44,19 @@ def continuations(
 ) -> list[Continuation]:
     """Return greedy continuations of all `prompts`, sent at once so that they decode as one batch.
 
-    An empty text means a failed request.
+    Half of them are one request's list of prompts, if the server takes lists. An empty text means a failed
+    request.
     """
+
+    def complete(prompt: Tokens) -> str:
+        return _complete(endpoint, prompt, length, timeout)
+
+    listed, others = prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]
     with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
-        texts = list(pool.map(lambda prompt: _complete(endpoint, prompt, length, timeout), prompts))
+        of_list = pool.submit(_complete_list, endpoint, listed, length, timeout)
+        of_others = [pool.submit(complete, prompt) for prompt in others]
+        texts = of_list.result() or list(pool.map(complete, listed))
+        texts += [text.result() for text in of_others]
     return [
         Continuation(tuple(prompt), tuple(tokenize(text)), text)
         for prompt, text in zip(prompts, texts, strict=True)
@@ -123,6 +132,15 @@ def _nats(texts: Sequence[ScoredText]) -> float:
 def _variety(texts: Sequence[ScoredText]) -> float:
     """Return the share of a text's tokens that are distinct, mean over the texts."""
     return fmean(len(set(text.tokens)) / len(text.tokens) for text in texts)
+
+
+def _complete_list(endpoint: Endpoint, prompts: Sequence[Tokens], length: int, timeout: float) -> list[str]:
+    """Return the texts of one request for all `prompts`; nothing if the server does not answer so many."""
+    body = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": length, "temperature": 0}
+    choices = endpoint.complete_all(body, timeout) if len(prompts) > 1 else None
+    if choices is None or len(choices) != len(prompts):
+        return []
+    return [str(choice.get("text", "")) for choice in choices]
 
 
 def _complete(endpoint: Endpoint, prompt: Tokens, length: int, timeout: float) -> str:

@@ -15,9 +15,9 @@ from .answer_figures import TokenText, bare
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_WITH_ALTERNATIVES = 0.5
 """Share of the tokens that must have as many alternatives as were asked for."""
-MOST_TIED = 0.1
-"""Share of the tokens that may not be among their alternatives: of several with one logit, or with one text,
-a server may tell others."""
+MOST_TIED, FEWEST_TIED = 0.1, 3
+"""Share of the tokens that may not be among their alternatives, and so many of a short answer: of several
+with one logit, or with one text, a server may tell others."""
 BEGINNING = 4
 """How many tokens, or characters, of two answers with one seed are compared. Other requests in the batch
 change how a request's logits are rounded, by about 0.01 nats in bfloat16, so at most 1 of 100 tokens is drawn
@@ -272,7 +272,7 @@ def _of_alternatives(logprobs: Sequence[float | None], alternatives: Sequence[Al
         and told.logprobs.get(told.chosen) != logprob
         for told, logprob in zip(alternatives, logprobs, strict=False)
     )
-    if other > MOST_TIED * len(logprobs):
+    if other > max(MOST_TIED * len(logprobs), min(FEWEST_TIED, len(logprobs) - 1)):
         yield (
             f"{other} of {len(logprobs)} tokens are not among their alternatives, or with another "
             "log-probability"

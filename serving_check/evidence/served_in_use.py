@@ -28,6 +28,9 @@ too low moves their summed surprisal by 0.092 √(2,500 v) standard deviations, 
 token's surprisal: 8.7 for the bundled model, 4.6 for a model with v = 1."""
 
 
+WORDS = "one two three"
+
+
 TopLogprobs = tuple[tuple[int | None, float], ...]
 """Tokens and their log-probabilities in nats, the most likely first; None if only its text is known, which
 other tokens have as well."""
@@ -129,7 +132,7 @@ def _alternatives(answer: Answer, tokens: Sequence[int], tokenizer: TokenText) -
     """
     told = (answer.alternatives or ())[: len(tokens)]
     named = sum(entry.chosen == tokenizer.decode([token]) for entry, token in zip(told, tokens, strict=False))
-    ids = _Ids(tokenizer) if named > len(told) / 2 else None
+    ids = _Ids(tokenizer) if named > len(told) / 2 and _tells_apart(tokenizer) else None
     return tuple(
         tuple(
             (None if ids is None else ids.of(text), logprob)
@@ -137,6 +140,13 @@ def _alternatives(answer: Answer, tokens: Sequence[int], tokenizer: TokenText) -
         )
         for entry in told
     )
+
+
+def _tells_apart(tokenizer: TokenText) -> bool:
+    """Say whether a token's own text has the white space before it. Without, words and their endings have one
+    text, and the text does not say which token it is (SentencePiece, WordPiece)."""
+    tokens = tokenizer.encode(WORDS)
+    return "".join(tokenizer.decode([token]) for token in tokens) == tokenizer.decode(tokens)
 
 
 class _Ids:

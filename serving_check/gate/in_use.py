@@ -18,7 +18,12 @@ from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.served_in_use import ServedInUse, answers_to_score
 from ..profiles import PROFILES
 from ..settings import WorkloadSettings
-from ..workload.kinds_taken import AcceptedKinds, heeds_repetition_penalty, kinds_taken
+from ..workload.kinds_taken import (
+    AcceptedKinds,
+    draws_choices_apart,
+    heeds_repetition_penalty,
+    kinds_taken,
+)
 from ..workload.open_loop import OpenLoopResult, run_open_loop
 from ..workload.profile_plan import plan_profile, shape_of_profile
 from ..workload.use_plan import (
@@ -211,13 +216,7 @@ def plan_load(
     with ThreadPoolExecutor(len(servers)) as threads:
         asked = [threads.submit(kinds_taken, side, source.end_token, has_template) for side in servers]
         taken = [kinds.result() for kinds in asked]
-    prompt = text[:HEEDED_PROMPT]
-    if any("repetition" in kinds.kinds for kinds in taken) and not heeds_repetition_penalty(
-        servers[-1], prompt
-    ):
-        taken = [
-            kinds.without("repetition", "the baseline's server ignores repetition_penalty") for kinds in taken
-        ]
+    taken = _without_unheeded(servers[-1], taken, text)
     shape = shape_of(measured, workload, source, taken)
     answered = [(answer.prompt, answer.text) for answer in canary if answer.text]
     first = workload.seed * SEEDS_PER_RUN + SEED_OF_BLOCKS
@@ -228,6 +227,25 @@ def plan_load(
     )
     unknown = tuple(dict.fromkeys(word for kinds in taken for word in kinds.unknown))
     return LoadInUse(blocks, unknown, tokenizer)
+
+
+def _without_unheeded(
+    baseline: Endpoint, taken: Sequence[AcceptedKinds], text: Sequence[int]
+) -> Sequence[AcceptedKinds]:
+    """Leave out what the baseline's server accepts and does in a way of its own: that is the engine's."""
+    starts = range(0, max(1, len(text) - HEEDED_PROMPT), HEEDED_PROMPT)
+    prompts = [text[start : start + HEEDED_PROMPT] for start in starts]
+    if _is_taken("repetition", taken) and not heeds_repetition_penalty(baseline, prompts):
+        why = "the baseline's server does not apply repetition_penalty to tokens of the prompt"
+        taken = [kinds.without("repetition", why) for kinds in taken]
+    if _is_taken("choices", taken) and not draws_choices_apart(baseline, prompts[0]):
+        why = "the baseline's server gives the same answer n times if there is a seed"
+        taken = [kinds.without("choices", why) for kinds in taken]
+    return taken
+
+
+def _is_taken(kind: Kind, taken: Sequence[AcceptedKinds]) -> bool:
+    return all(kind in kinds.kinds for kinds in taken)
 
 
 def shape_of(

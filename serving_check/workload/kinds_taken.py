@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 
 from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
 from .open_loop import body_of
-from .use_plan import IN_CHATS, REPETITION_PENALTY, Adjustments, Kind, PlannedRequest
+from .use_plan import IN_CHATS, Adjustments, Kind, PlannedRequest
 
 NO_ROUTE = 404, 405, 501
 PROMPT = (1, 2, 3, 4)
 GREETING = (("user", "Hello"),)
+HEEDED_PENALTY = 2.0
+"""The most that servers take: it halves the logit of a token that is likely to come again."""
+HEEDED_PROMPTS = 12
+"""Prompts of which the first token after some was in the prompt, if that is so at one in three."""
 HEEDED_TOKENS = 16
-"""Tokens of which one is another if the most likely ones are penalized: text repeats that of its prompt."""
+"""Tokens that are drawn alike twice only with one seed."""
 FIELDS: dict[Kind, str] = {
     "sampled": "seed, top_k or min_p",
     "chat": "chat requests",
@@ -70,14 +74,26 @@ def kinds_taken(endpoint: Endpoint, end_token: int | None, has_template: bool) -
     return AcceptedKinds(frozenset(kinds), tuple(unknown), frozenset(in_chats))
 
 
-def heeds_repetition_penalty(endpoint: Endpoint, prompt: Sequence[int]) -> bool:
-    """Return whether an answer changes with a repetition penalty: many servers ignore unknown fields."""
-    body = {"prompt": list(prompt), "max_tokens": HEEDED_TOKENS, "temperature": 0, "ignore_eos": True}
-    plain, penalized = (
-        endpoint.complete({**body, "repetition_penalty": penalty}, PROBE_S)
-        for penalty in (1.0, REPETITION_PENALTY)
-    )
-    return plain is None or penalized is None or plain.get("text") != penalized.get("text")
+def heeds_repetition_penalty(endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> bool:
+    """Return whether the first token of an answer changes with a repetition penalty.
+
+    Many servers ignore unknown fields, and SGLang penalizes only the answer's own tokens.
+    """
+
+    def first_token(prompt: Sequence[int], penalty: float) -> str | None:
+        body = {"prompt": list(prompt), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        choice = endpoint.complete({**body, "repetition_penalty": penalty}, PROBE_S)
+        return None if choice is None else choice.get("text")
+
+    pairs = [(first_token(prompt, 1.0), prompt) for prompt in prompts[:HEEDED_PROMPTS]]
+    return any(plain is None or first_token(prompt, HEEDED_PENALTY) != plain for plain, prompt in pairs)
+
+
+def draws_choices_apart(endpoint: Endpoint, prompt: Sequence[int]) -> bool:
+    """Return whether the choices of a request with a seed differ: some engines draw all with that seed."""
+    body = {"prompt": list(prompt), "max_tokens": HEEDED_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    choices = endpoint.complete_all({**body, "n": 2, "seed": 1}, PROBE_S)
+    return not choices or len(choices) < 2 or choices[0].get("text") != choices[1].get("text")
 
 
 def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:

@@ -139,6 +139,9 @@ def _own_fields(planned: PlannedRequest) -> Body:
         return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **several}
     if planned.kind == "stop":
         first, last = NEVER_SAID
+        if planned.messages:
+            # One stop string needs no list.
+            return {"stop": planned.stop}
         return {"stop": [first, planned.stop, last]}
     if planned.kind == "end":
         bias = {str(planned.end_token): END_BIAS}

@@ -224,6 +224,16 @@ async def crossed_answers(traffic: Traffic, generation: Generation, deltas: Call
         yield some
 
 
+@fault("request", "canary text", "its text is not what the baseline would write", quick=True)
+async def answers_to_a_list_mixed_up(
+    traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]
+) -> Deltas:
+    """Each prompt of a request's list gets the answer to another one."""
+    generation.prompts.reverse()
+    async for some in deltas():
+        yield some
+
+
 @fault("request", "served text", "repeat another answer")
 async def one_answer_for_all(
     traffic: Traffic, generation: Generation, deltas: Callable[[], Deltas]

@@ -4,6 +4,7 @@ A deviation that both servers show belongs to the engine and says nothing about 
 unknown.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,11 +18,14 @@ FEWEST_SEEDS = 2
 """The least number of answers with a repeated seed from which on rounding cannot be why all of them differ.
 One in 25 sound answers differs in its first tokens (`evidence/as_asked.py`), so both of two in one of 600
 runs."""
+SURELY = 3.0
+"""By how many standard deviations the artifact's server must deviate more often than the baseline's, if that
+one deviates too: then the engine does, and how often is chance."""
 SEEDS = "sampled: the same prompt and seed gave another answer"
 
 
 def check_as_asked(in_use: FiguresInUse) -> CheckResult:
-    """Fail if answers of some kind are not as requested, and more of the artifact's than of the
+    """Fail if answers of some kind are not as requested, and surely more of the artifact's than of the
     baseline's."""
     bound = "none that the baseline answers as asked"
     pairs = [(block.artifact, block.baseline) for block in in_use.blocks if block.artifact and block.baseline]
@@ -34,7 +38,7 @@ def check_as_asked(in_use: FiguresInUse) -> CheckResult:
         for side in (0, 1)
     )
     by_kind, baseline_by_kind = _by_kind(ours), _by_kind(theirs)
-    wrong = {kind for kind, count in by_kind.items() if count > baseline_by_kind[kind]}
+    wrong = {kind for kind, count in by_kind.items() if _is_more(count, baseline_by_kind[kind])}
     alike = by_kind.keys() - wrong
     status: CheckStatus = "fail" if wrong else "unknown" if alike or in_use.unknown else "pass"
     told = [f"{_example(ours, kind)} ({count}×)" for kind, count in by_kind.most_common() if kind in wrong]
@@ -52,6 +56,11 @@ def check_as_asked(in_use: FiguresInUse) -> CheckResult:
         "asked for",
         figures={"answers": answered, "not_as_asked": ours.total(), "baseline_not_as_asked": theirs.total()},
     )
+
+
+def _is_more(ours: int, theirs: int) -> bool:
+    """Say whether so many of the artifact's answers against so many of the baseline's are no chance."""
+    return not theirs or ours - theirs > SURELY * math.sqrt(ours + theirs)
 
 
 def _ignored_seeds(sides: Sequence[SideInUse]) -> Counter[str]:

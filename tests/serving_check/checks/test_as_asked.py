@@ -29,6 +29,15 @@ def test_what_the_artifacts_server_alone_does_fails_by_its_kind():
     assert result.measured.startswith("2 of 20")
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "status"), [(7, 4, "unknown"), (3, 1, "unknown"), (15, 2, "fail"), (1, 0, "fail")]
+)
+def test_what_the_engine_does_now_and_then_fails_only_if_the_artifacts_server_surely_does_it_more_often(
+    ours, theirs, status
+):
+    assert judged([STOP] * ours, [STOP] * theirs).status == status
+
+
 def test_many_deviations_of_one_kind_hide_no_other():
     ids = [f"id: one answer has '{index}', 'x'" for index in range(9)]
     result = judged([*ids, *[f"kind {index}: wrong" for index in range(7)], STOP, STOP], [])

@@ -113,8 +113,8 @@ def test_a_server_that_does_not_count_the_end_is_as_asked():
         ("logprobs", {"alternatives": None}, "5 alternatives are told at 0 of 4 tokens"),
         (
             "logprobs",
-            {"alternatives": tuple(map(alternatives, "abce", (-1.0, -2.0, -0.5, -0.3)))},
-            "1 of 4 tokens are not among their alternatives, or with another log-probability",
+            {"alternatives": tuple(map(alternatives, "abce", (-1.1, -2.1, -0.6, -0.3)))},
+            "4 of 4 tokens are not among their alternatives, or with another log-probability",
         ),
         ("logprobs", {"logprobs": None}, "it has no log-probabilities"),
         ("logprobs", {"logprobs": (-1.0, -2.0)}, "log-probabilities of 2 of 4 tokens"),

@@ -128,6 +128,17 @@ def test_alternatives_have_ids_where_the_server_names_tokens_as_the_tokenizer_do
     assert served.alternatives[0] == ((None, -0.5), (None, -2.0))
 
 
+def test_alternatives_have_no_ids_where_words_and_their_endings_have_one_text():
+    """As SentencePiece decodes single tokens: without the space before them."""
+    words = TokenText(
+        lambda text: [ord(word[0]) for word in text.split()], lambda ids: " ".join(map(chr, ids))
+    )
+    told = (Alternatives("a", {"a": -0.5, "b": -2.0}),)
+    answer = Answer("a", array("L", [ord("a")]), alternatives=told)
+    [one] = answers_to_score([loop((request("logprobs"), record(answer=answer)))], words)
+    assert one.alternatives == (((None, -0.5), (None, -2.0)),)
+
+
 def test_the_same_draw_counts_once_and_retokenized_draws_do_not():
     assert len(chosen((sampled(), record()), (sampled(), record(50.0)))) == 1
     assert chosen((sampled(), record(told=False))) == ()

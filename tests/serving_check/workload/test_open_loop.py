@@ -12,7 +12,11 @@ from scalegate.serving_check.adapters import Endpoint
 from scalegate.serving_check.checks.canary import continuations
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.as_asked import not_as_asked
-from scalegate.serving_check.workload.kinds_taken import heeds_repetition_penalty, kinds_taken
+from scalegate.serving_check.workload.kinds_taken import (
+    draws_choices_apart,
+    heeds_repetition_penalty,
+    kinds_taken,
+)
 from scalegate.serving_check.workload.open_loop import run_open_loop
 from scalegate.serving_check.workload.use_plan import (
     IN_CHATS,
@@ -165,16 +169,50 @@ def test_our_server_takes_every_kind(server):
     )
 
 
-@pytest.mark.parametrize(("texts", "heeds"), [("ab", True), ("aa", False)])
-def test_a_server_whose_answer_no_penalty_changes_does_not_heed_it(texts, heeds):
-    told = iter(texts)
+@pytest.mark.parametrize(("seen", "heeds"), [(2, True), (20, False)])
+def test_a_server_heeds_a_penalty_if_it_changes_the_first_token_after_some_prompt(seen, heeds):
+    """Here after the prompts from the third on, or after none of those that are asked."""
 
     async def complete(request: web.Request) -> web.Response:
-        return web.json_response({"choices": [{"text": next(told)}]})
+        body = await request.json()
+        assert body["max_tokens"] == 1
+        changes = body["repetition_penalty"] > 1 and body["prompt"][0] >= seen
+        return web.json_response({"choices": [{"text": "b" if changes else "a"}]})
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    assert served(app, lambda endpoint: heeds_repetition_penalty(endpoint, (1, 2))) == heeds
+    prompts = [(first, 1) for first in range(30)]
+    assert served(app, lambda endpoint: heeds_repetition_penalty(endpoint, prompts)) == heeds
+
+
+@pytest.mark.parametrize(("texts", "apart"), [("ab", True), ("aa", False), ("a", True)])
+def test_choices_are_asked_for_only_where_a_seed_does_not_make_them_equal(texts, apart):
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"text": text} for text in texts]})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    assert served(app, lambda endpoint: draws_choices_apart(endpoint, (1, 2))) == apart
+
+
+@pytest.mark.parametrize("takes_lists", [True, False])
+def test_half_of_the_canary_prompts_are_a_list_where_a_server_takes_lists(takes_lists):
+    """Choices come in any order, and belong to the prompt of their index."""
+
+    async def complete(request: web.Request) -> web.Response:
+        prompt = (await request.json())["prompt"]
+        if not isinstance(prompt[0], list):
+            return web.json_response({"choices": [{"text": str(prompt[0]), "index": 0}]})
+        if not takes_lists:
+            return web.json_response({}, status=422)
+        choices = [{"text": str(ids[0]), "index": at} for at, ids in enumerate(prompt)]
+        return web.json_response({"choices": choices[::-1]})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    prompts = [(first, 1) for first in range(5)]
+    found = served(app, lambda endpoint: continuations(endpoint, prompts, 4, lambda text: [1]))
+    assert [continuation.text for continuation in found] == list("01234")
 
 
 def served(app, work):
