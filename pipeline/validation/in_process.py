@@ -38,7 +38,7 @@ from ...serving_check.quality import (
     greedy_gaps,
     log_probabilities,
 )
-from ...serving_check.workload.use_plan import Adjustments
+from ...serving_check.workload.use_plan import WHOLE, Adjustments, Truncation
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype
@@ -49,6 +49,9 @@ from .run import LoadOptions
 LOGITS_BYTES = 2 << 30
 """The most bytes for the logits of windows that are decoded together, for each side."""
 MOST_TOGETHER = 16
+TOP_P_ERROR = 0.05
+"""By how much the probability of a row's most likely tokens may differ: if their logits are 0.1 nats off,
+rounded to bfloat16, so is the probability by a tenth of p (1 - p) at most, and there are several of them."""
 STORED_TOKENS = 1 << 17
 """The most tokens of answers that are decoded together, each padded to the longest."""
 
@@ -253,14 +256,32 @@ def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tens
 
 
 def _as_asked(logits: Tensor, served: ServedInUse) -> Tensor:
-    """Return the logits in fp32, without a token that could not be chosen, and with the penalties and the
-    bias.
+    """Return the logits in fp32, without a token that could not be chosen, with the penalties and the bias,
+    or with all tokens alike that could be drawn.
     """
     if served.end_token is not None:
         return logits.float().index_fill(1, torch.tensor([served.end_token], device=logits.device), -math.inf)
+    if served.truncation != WHOLE:
+        return with_ties(logits.float(), served.truncation)
     if served.adjustments is not None:
         return _adjusted(logits.float().clone(), served, served.adjustments)
     return logits.float()
+
+
+def with_ties(logits: Tensor, truncation: Truncation) -> Tensor:
+    """Return `logits` [tokens, V] where no token that may be drawn is better than the worst of them."""
+    ranked = logits.sort(-1, descending=True).values
+    worst = ranked[:, -1:]
+    if truncation.top_k > 0:
+        worst = worst.maximum(ranked[:, truncation.top_k - 1 : truncation.top_k])
+    if truncation.top_p < 1:
+        before = ranked.softmax(-1).cumsum(-1).roll(1, -1)
+        before[:, 0] = 0.0
+        kept = (before < truncation.top_p + TOP_P_ERROR).sum(-1, keepdim=True)
+        worst = worst.maximum(ranked.gather(-1, kept - 1))
+    if truncation.min_p > 0:
+        worst = worst.maximum(ranked[:, :1] + math.log(truncation.min_p))
+    return logits.minimum(worst)
 
 
 def _adjusted(logits: Tensor, served: ServedInUse, adjustments: Adjustments) -> Tensor:

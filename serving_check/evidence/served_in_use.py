@@ -14,7 +14,7 @@ from statistics import fmean
 from ..workload.answers import Answer
 from ..workload.open_loop import OpenLoopResult
 from ..workload.spec import RequestRecord
-from ..workload.use_plan import Adjustments, Kind, PlannedRequest
+from ..workload.use_plan import WHOLE, Adjustments, Kind, PlannedRequest, Truncation
 from .answer_figures import TokenText
 from .as_asked import REPLACEMENT
 
@@ -60,6 +60,8 @@ class ServedInUse:
     """The end-of-sequence token if the request had a least length, so that this token could not be chosen."""
     adjustments: Adjustments | None = None
     """The penalties and the bias that its tokens were chosen with."""
+    truncation: Truncation = WHOLE
+    """The tokens that might be drawn."""
     repeats_other_seed: bool | None = None
     """Whether the answer equals an earlier one to the same prompt with another seed, or an earlier choice of
     the same request; None if there is none."""
@@ -120,6 +122,7 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
                 alternatives=_alternatives(answer, tokens, tokenizer),
                 end_token=request.end_token,
                 adjustments=request.adjustments,
+                truncation=request.truncation,
                 choice=index if request.choices > 1 else None,
                 is_chat=bool(request.messages),
                 is_streamed=request.is_streamed,

@@ -215,8 +215,7 @@ def plan_load(
     has_template = source.conversations is not None
     with ThreadPoolExecutor(len(servers)) as threads:
         asked = [threads.submit(kinds_taken, side, source.end_token, has_template) for side in servers]
-        taken = [kinds.result() for kinds in asked]
-    taken = _without_unheeded(servers[-1], taken, text)
+        taken = _without_unheeded(servers[-1], [kinds.result() for kinds in asked], text)
     shape = shape_of(measured, workload, source, taken)
     answered = [(answer.prompt, answer.text) for answer in canary if answer.text]
     first = workload.seed * SEEDS_PER_RUN + SEED_OF_BLOCKS

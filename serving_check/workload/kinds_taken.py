@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
 from .open_loop import body_of
-from .use_plan import IN_CHATS, Adjustments, Kind, PlannedRequest
+from .use_plan import IN_CHATS, WHOLE, Adjustments, Kind, PlannedRequest, Truncation
 
 NO_ROUTE = 404, 405, 501
 PROMPT = (1, 2, 3, 4)
@@ -30,6 +30,7 @@ FIELDS: dict[Kind, str] = {
     "end": "logit_bias or min_tokens",
     "logprobs": "logprobs",
     "choices": "n with seed, top_k or min_p",
+    "truncated": "top_k, top_p or min_p",
     "adjusted": "presence_penalty, frequency_penalty or logit_bias",
     "repetition": "repetition_penalty",
 }
@@ -104,12 +105,13 @@ def _probe(kind: Kind, end_token: int | None) -> PlannedRequest:
         prompt=PROMPT,
         output_len=2,
         messages=GREETING if kind == "chat" else (),
-        temperature=1.0 if kind in ("sampled", "choices") else 0.0,
+        temperature=1.0 if kind in ("sampled", "choices", "truncated") else 0.0,
         seed=1,
         stop="stop",
         end_token=end_token,
         min_tokens=1,
         choices=2 if kind == "choices" else 1,
+        truncation=Truncation(2, 0.5, 0.3) if kind == "truncated" else WHOLE,
         adjustments=Adjustments(1.0, 1.0, ((1, 1.0),), 1.1) if kind in ("adjusted", "repetition") else None,
     )
 

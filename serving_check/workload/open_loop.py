@@ -135,8 +135,9 @@ def _own_fields(planned: PlannedRequest) -> Body:
     """Return the fields of a request that its kind adds."""
     if planned.temperature:
         several = {"n": planned.choices} if planned.choices > 1 else {}
-        # Tokens are judged by the model's whole distribution, whatever its maker would leave out of it.
-        return {"seed": planned.seed, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **several}
+        # Whatever the model's maker would leave out of its distributions is judged, unless the request
+        # leaves it out.
+        return {"seed": planned.seed, **vars(planned.truncation), **several}
     if planned.kind == "stop":
         first, last = NEVER_SAID
         if planned.messages:

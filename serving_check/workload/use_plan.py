@@ -24,6 +24,7 @@ Kind = Literal[
     "adjusted",
     "repetition",
     "choices",
+    "truncated",
     "aborted",
 ]
 """What a request asks for, besides its tokens. One of each kind but the last is not streamed:
@@ -36,9 +37,10 @@ Kind = Literal[
 - adjusted: greedy, with penalties on tokens of the answer, and a bias against some tokens
 - repetition: greedy, with a penalty on tokens of the prompt and of the answer
 - choices: sampled, and several answers are asked for
+- truncated: sampled, with top-k, top-p or min-p
 - aborted: a completion whose client goes away
 
-One of each kind from `stop` to `choices` is a chat, if both servers take that kind in chats.
+One of each kind from `stop` to `truncated` is a chat, if both servers take that kind in chats.
 """
 RARE: tuple[Kind, ...] = (
     "chat",
@@ -48,9 +50,18 @@ RARE: tuple[Kind, ...] = (
     "adjusted",
     "repetition",
     "choices",
+    "truncated",
     "aborted",
 )
-IN_CHATS: tuple[Kind, ...] = ("stop", "end", "logprobs", "adjusted", "repetition", "choices")
+IN_CHATS: tuple[Kind, ...] = (
+    "stop",
+    "end",
+    "logprobs",
+    "adjusted",
+    "repetition",
+    "choices",
+    "truncated",
+)
 """The kinds of which one request is a chat."""
 RARE_SHARE = 0.05
 """The share of requests of each of these kinds."""
@@ -125,6 +136,23 @@ class Adjustments:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """The most likely tokens that a request's tokens are drawn from."""
+
+    top_k: int = -1
+    """How many of them; -1 for all."""
+    top_p: float = 1.0
+    """Their probability together, at least."""
+    min_p: float = 0.0
+    """The least probability of each, as a share of the most likely one's."""
+
+
+WHOLE = Truncation()
+TRUNCATIONS = (Truncation(top_k=2), Truncation(top_p=0.5), Truncation(min_p=0.3))
+"""The settings of kind `truncated`, in turn: each leaves out so much that it shows if a server ignores it."""
+
+
+@dataclass(frozen=True)
 class PlannedRequest:
     """One request of a load as in use."""
 
@@ -151,6 +179,8 @@ class PlannedRequest:
     """For kind `adjusted`: what is added to the logits."""
     choices: int = 1
     """How many answers are requested: several for kind `choices`."""
+    truncation: Truncation = WHOLE
+    """For kind `truncated`: the tokens that may be drawn."""
     is_streamed: bool = True
 
     @property
@@ -267,6 +297,7 @@ def plan_requests(
             for at, request, answer in zip(arrivals, requests, answers, strict=True)
         ]
     )
+    planned = _truncated(planned, seed)
     return _with_unstreamed(generator, planned, of_chats=bool(seed % 2))
 
 
@@ -364,6 +395,20 @@ def _with_unstreamed(
     return [replace(request, is_streamed=at not in chosen) for at, request in enumerate(requests)]
 
 
+def _truncated(requests: Sequence[PlannedRequest], first: int) -> list[PlannedRequest]:
+    """Return the requests, those of kind `truncated` with each truncation in turn.
+
+    first: which one is the first: each block begins with another
+    """
+    turn = itertools.count(first)
+    return [
+        replace(request, truncation=TRUNCATIONS[next(turn) % len(TRUNCATIONS)])
+        if request.kind == "truncated"
+        else request
+        for request in requests
+    ]
+
+
 def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, int]:
     """Return the number of requests of each kind."""
     rare = max(1, round(RARE_SHARE * requests))
@@ -396,7 +441,7 @@ def _completions(
 
     long_prompt: tokens of the longest prompt that do not count towards the budget
     """
-    others: list[Kind] = ["sampled", "end", "logprobs", "adjusted", "repetition", "choices", "aborted"]
+    others: list[Kind] = ["sampled", *(kind for kind in RARE if kind not in ("chat", "stop"))]
     count = counts["greedy"] - 1 + sum(counts[kind] for kind in others)
     longest = min(longest, max(LEAST_PROMPT, budget - count * LEAST_PROMPT))
     first = slices.cut(max(longest, long_prompt))
@@ -488,6 +533,9 @@ def _with_answer(
         each = min(max(LEAST_ANSWER, answer // CHOICES), room)
         temperature, seed = next(temperatures["choices"]), generator.getrandbits(31)
         return replace(request, output_len=each, temperature=temperature, seed=seed, choices=CHOICES)
+    if request.kind == "truncated":
+        # Where the temperature is 1 it does not matter whether it is applied before or after.
+        return replace(request, output_len=tokens, temperature=1.0, seed=generator.getrandbits(31))
     if request.kind == "stop":
         return replace(request, output_len=min(max(answer, LEAST_TO_STOP), room))
     if request.kind in ("adjusted", "repetition"):

@@ -44,6 +44,21 @@ def repetition_penalty_ignored(asked: SamplingParams) -> SamplingParams:
     return replace(asked, repetition_penalty=1.0)
 
 
+@hidden("params", "text in use", "sampled with top-k, top-p or min-p")
+def top_k_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, top_k=0)
+
+
+@hidden("params", "text in use", "sampled with top-k, top-p or min-p")
+def top_p_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, top_p=1.0)
+
+
+@hidden("params", "text in use", "sampled with top-k, top-p or min-p")
+def min_p_ignored(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, min_p=0.0)
+
+
 @hidden("params", "text in use", "with penalties and a bias")
 def small_biases_ignored(asked: SamplingParams) -> SamplingParams:
     """All but those that force a token or forbid it."""

@@ -27,6 +27,7 @@ KINDS = {
     "choices": "requests for several answers",
     "adjusted": "requests with penalties and a bias",
     "repetition": "requests with a repetition penalty",
+    "truncated": "requests with top-k, top-p or min-p",
     "unstreamed": "requests that are not streamed",
 }
 

@@ -255,6 +255,7 @@ def _of_kind(kind: str) -> str:
         "logprobs": "with log-probabilities",
         "adjusted": "with penalties and a bias",
         "repetition": "with a repetition penalty",
+        "truncated": "sampled with top-k, top-p or min-p",
         UNSTREAMED: "that are not streamed",
     }.get(kind, "of plain completions")
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.validation.in_process import TextScorer, alternatives_error, logprob_errors
+from scalegate.pipeline.validation.in_process import TextScorer, alternatives_error, logprob_errors, with_ties
 from scalegate.serving_check import quality
+from scalegate.serving_check.checks.served_text import tokens_off
 from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.evidence.in_use import AnswerInUse
 from scalegate.serving_check.evidence.served_in_use import ServedInUse
-from scalegate.serving_check.workload.use_plan import Adjustments
+from scalegate.serving_check.quality import below_best
+from scalegate.serving_check.workload.use_plan import TRUNCATIONS, Adjustments, Truncation
 from torch import nn
 
 PROMPT, TOKENS = tuple(range(100, 120)), 24
@@ -119,6 +121,32 @@ def test_penalties_and_a_bias_change_what_is_greedy(model: nn.Module, scorer: Te
     for changes in ({"presence_penalty": 0.0}, {"frequency_penalty": 0.0}, {"bias": ()}):
         other = adjusted(model, replace(asked, **changes))
         assert score(scorer, served("adjusted", other, adjustments=asked)).off > 0
+
+
+@pytest.mark.parametrize(
+    ("truncation", "inside", "outside"),
+    [
+        (Truncation(top_k=2), (0, 1), (2, 3, 9)),
+        (Truncation(top_p=0.5), (0, 1), (3, 4)),
+        (Truncation(min_p=0.2), (0, 1), (2, 3)),
+        (Truncation(top_k=1, top_p=0.9), (0,), (1, 2)),
+    ],
+)
+def test_tokens_outside_a_truncation_are_off(truncation, inside, outside):
+    """Probabilities: 0.4, 0.24, 0.06, and less."""
+    logits = torch.tensor([[0.4, 0.24, 0.06, *[0.03] * 10]]).log() + 20
+    for token in (*inside, *outside):
+        [gap] = below_best(with_ties(logits, truncation), [token])
+        assert (tokens_off([gap]) == 1) == (token in outside), (token, gap)
+
+
+def test_a_truncated_answer_is_off_where_all_tokens_were_drawn(model: nn.Module, scorer: TextScorer):
+    tokens, _ = continued(model, temperature=1.0)
+    greedy, _ = continued(model)
+    for truncation in TRUNCATIONS:
+        ours = served("truncated", greedy, temperature=1.0, seed=1, truncation=truncation)
+        assert score(scorer, ours).off == 0
+        assert score(scorer, replace(ours, tokens=tokens)).off > 0
 
 
 def test_a_repetition_penalty_counts_the_prompt_and_the_answer(model: nn.Module, scorer: TextScorer):

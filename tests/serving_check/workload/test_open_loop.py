@@ -236,12 +236,13 @@ def test_what_a_server_refuses_is_left_out_and_named():
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     taken = served(app, lambda endpoint: kinds_taken(endpoint, END, has_template=True))
-    assert taken.kinds == KINDS - {"sampled", "choices", "chat", "end"}
+    assert taken.kinds == KINDS - {"sampled", "choices", "truncated", "chat", "end"}
     assert taken.unknown == (
         "the server does not take seed, top_k or min_p",
         "the server does not take chat requests",
         "the server does not take logit_bias or min_tokens",
         "the server does not take n with seed, top_k or min_p",
+        "the server does not take top_k, top_p or min_p",
     )
 
 

@@ -19,7 +19,9 @@ from scalegate.serving_check.workload.use_plan import (
     RARE,
     SHARING,
     SPARE,
+    TRUNCATIONS,
     TURNS,
+    WHOLE,
     WITH_SYSTEM,
     Conversations,
     UseShape,
@@ -225,9 +227,10 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
         for request in planned(seed, replace(SHAPE, context=context)):
             assert len(request.prompt) + request.output_len <= context
             assert request.output_len >= 8
-            is_sampled = request.kind in ("sampled", "choices")
+            is_sampled = request.kind in ("sampled", "choices", "truncated")
             assert (request.temperature > 0) == (request.seed is not None) == is_sampled
             assert (request.choices > 1) == (request.kind == "choices")
+            assert (request.truncation != WHOLE) == (request.kind == "truncated")
             is_adjusted = request.kind in ("adjusted", "repetition")
             assert (request.adjustments is not None) == is_adjusted
             assert (request.stop is not None) == (request.kind == "stop")
@@ -239,6 +242,12 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
             if request.messages:
                 assert list(request.prompt) == encode_chat(request.messages)
     assert 1.0 in {request.temperature for request in planned() if request.kind == "sampled"}
+
+
+def test_three_blocks_have_each_truncation():
+    blocks = [planned(seed) for seed in range(7, 10)]
+    asked = {request.truncation for block in blocks for request in block if request.kind == "truncated"}
+    assert asked == set(TRUNCATIONS)
 
 
 def test_one_sampled_prompt_comes_with_one_seed_twice_and_with_another():
