@@ -71,7 +71,7 @@ class HeldOutText:
             logger.warning(f"the chat template renders no plain conversation, so none is sent: {error}")
             return None
         taken = tuple(roles for roles in (*TURNS, *WITH_SYSTEM) if roles not in refused)
-        return Conversations(self._decode, self._chat, taken)
+        return Conversations(self._decode, self._chat, taken, self._encode_whole)
 
     def _refusal(self, roles: Sequence[str]) -> Exception | None:
         """Return the error that the chat template raises for messages of these roles; None if it accepts
@@ -86,6 +86,10 @@ class HeldOutText:
     def _chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         turns = [{"role": role, "content": content} for role, content in messages]
         return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
+    def _encode_whole(self, text: str) -> Sequence[int]:
+        """Return a prompt's tokens, with the special ones that the tokenizer adds."""
+        return self.tokenizer(text)["input_ids"]
 
     def _encode(self, text: str) -> Sequence[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -104,6 +104,9 @@ def _answers(result: OpenLoopResult, tokenizer: TokenText) -> Iterator[ServedInU
     for request, record in zip(result.requests, result.records, strict=True):
         if request.kind == "aborted" or record.error is not None or record.answer is None:
             continue
+        if request.text is not None and record.prompt_tokens != len(request.prompt):
+            # Perhaps the engine always makes another prompt of a text: `as_asked.py` tells.
+            continue
         kind: Kind = "sampled" if request.choices > 1 else request.kind
         for index, answer in enumerate((record.answer, *record.other_choices)):
             tokens = _tokens(request, answer, tokenizer)

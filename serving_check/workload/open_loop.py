@@ -127,7 +127,7 @@ def body_of(endpoint: Endpoint, planned: PlannedRequest) -> Body:
 
 def _prompt_of(planned: PlannedRequest) -> Body:
     if not planned.messages:
-        return {"prompt": list(planned.prompt)}
+        return {"prompt": list(planned.prompt) if planned.text is None else planned.text}
     return {"messages": [{"role": role, "content": content} for role, content in planned.messages]}
 
 

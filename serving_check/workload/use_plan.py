@@ -114,6 +114,8 @@ WITH_SYSTEM: tuple[tuple[str, ...], ...] = (("system", "user"), ("system", "user
 """Roles that some templates refuse."""
 SAMPLED_CHATS_SHARE = 0.25
 """The share of sampled requests that are chats."""
+TEXTS = 2
+"""How many completions of a block have their prompt as text."""
 LEAST_MESSAGE = 4
 """The least number of tokens in a message."""
 MOST_AGAIN = 4
@@ -165,6 +167,8 @@ class PlannedRequest:
     """The number of output tokens of each answer, or the most if the request may end earlier."""
     messages: tuple[tuple[str, str], ...] = ()
     """The role and the content of each message of a chat."""
+    text: str | None = None
+    """The prompt as text, if it is sent so; else its token ids are sent."""
     temperature: float = 0.0
     seed: int | None = None
     stop: str | None = None
@@ -191,7 +195,8 @@ class PlannedRequest:
     def full_kind(self) -> str:
         """The request's kind, whether it is a chat, and whether it is not streamed."""
         chat = " chat" if self.messages and self.kind != "chat" else ""
-        return ("" if self.is_streamed else "unstreamed ") + self.kind + chat
+        text = "" if self.text is None else " text"
+        return ("" if self.is_streamed else "unstreamed ") + self.kind + chat + text
 
     @property
     def may_end_early(self) -> bool:
@@ -238,6 +243,8 @@ class Conversations:
     """The prompt that the chat template makes of roles and contents, up to where the answer begins."""
     turns: tuple[tuple[str, ...], ...] = TURNS
     """The sequences of roles that the template accepts."""
+    encode_text: Callable[[str], Sequence[int]] | None = None
+    """The prompt that a text is, with the special tokens that the tokenizer adds; None to send no texts."""
 
 
 def plan_requests(
@@ -297,7 +304,7 @@ def plan_requests(
             for at, request, answer in zip(arrivals, requests, answers, strict=True)
         ]
     )
-    planned = _truncated(planned, seed)
+    planned = _with_texts(generator, _truncated(planned, seed), conversations, shape.context)
     return _with_unstreamed(generator, planned, of_chats=bool(seed % 2))
 
 
@@ -407,6 +414,26 @@ def _truncated(requests: Sequence[PlannedRequest], first: int) -> list[PlannedRe
         else request
         for request in requests
     ]
+
+
+def _with_texts(
+    generator: random.Random,
+    requests: Sequence[PlannedRequest],
+    conversations: Conversations | None,
+    context: int,
+) -> list[PlannedRequest]:
+    """Return the requests, of which a few greedy completions have their prompts as text, none the longest."""
+    if conversations is None or conversations.encode_text is None:
+        return list(requests)
+    changed = list(requests)
+    greedy = [at for at, request in enumerate(requests) if request.kind == "greedy"]
+    shortest = sorted(greedy, key=lambda at: len(requests[at].prompt))[: max(1, len(greedy) // 2)]
+    for at in generator.sample(shortest, min(TEXTS, len(shortest))):
+        text = conversations.decode(requests[at].prompt)
+        prompt = tuple(conversations.encode_text(text))
+        if text.strip() and prompt and len(prompt) + requests[at].output_len <= context:
+            changed[at] = replace(requests[at], prompt=prompt, text=text)
+    return changed
 
 
 def _counts(kinds: frozenset[Kind], requests: int, stops: int) -> Mapping[Kind, int]:

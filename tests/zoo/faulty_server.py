@@ -24,6 +24,8 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import StepOutput
 from scalegate.serving_check.server import app
 from scalegate.serving_check.server.generation import Delta, Generation
+from scalegate.serving_check.server.schema import CompletionRequest
+from scalegate.serving_check.server.served_model import ServedModel
 from scalegate.tests.zoo.all_server_faults import of
 from scalegate.tests.zoo.server_fault import TOGETHER, Step, Traffic
 
@@ -83,8 +85,11 @@ def forget_pages(engine: Engine) -> None:
 def make_streams_faulty(path: Path) -> None:
     """Every request, and every stream, goes through the faults that are on."""
     switch, traffic = Switch(path), Traffic()
-    asked, requests, streams, events, whole = map(of, ("params", "request", "stream", "events", "whole"))
+    asked, requests, streams, events, whole, texts = map(
+        of, ("params", "request", "stream", "events", "whole", "texts")
+    )
     deltas, stream, collect = Generation.deltas, app.stream, app.collect
+    prompts_of = ServedModel.prompts_of
 
     async def faulty_deltas(self: Generation) -> AsyncIterator[list[Delta]]:
         nonlocal traffic
@@ -105,6 +110,13 @@ def make_streams_faulty(path: Path) -> None:
         finally:
             known.open -= 1
 
+    def faulty_prompts(self: ServedModel, body: CompletionRequest) -> list[list[int]]:
+        prompts = prompts_of(self, body)
+        is_text = any(isinstance(prompt, str) for prompt in body.prompts)
+        for change in switch.on(texts) if is_text else ():
+            prompts = [change(prompt) for prompt in prompts]
+        return prompts
+
     def faulty_stream(first: list[Delta], rest: Any, *others: Any) -> AsyncIterator[bytes]:
         if faults := switch.on(streams):
             changed = functools.reduce(
@@ -123,6 +135,7 @@ def make_streams_faulty(path: Path) -> None:
         changed = functools.reduce(lambda inner, fault: lambda: fault(generation, inner), faults, answer)
         return JSONResponse(await changed())
 
+    ServedModel.prompts_of = faulty_prompts  # type: ignore[method-assign]
     Generation.deltas = faulty_deltas  # type: ignore[method-assign]
     app.collect = faulty_collect
     app.stream = faulty_stream  # type: ignore[assignment]

@@ -53,8 +53,8 @@ class Fault:
     words: str
     """Which its reason must hold: the cause, not only the symptom."""
     where: str
-    """engine, abort, params, request, stream, events or whole: around what it is put, and so what `inject`
-    is."""
+    """engine, abort, texts, params, request, stream, events or whole: around what it is put, and so what
+    `inject` is."""
     inject: Any
     quick: bool
     """A short load shows it."""

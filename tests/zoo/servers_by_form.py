@@ -91,6 +91,20 @@ async def a_chunk_when_not_streamed(generation: Generation, answer: Answer) -> B
     return {**await answer(), "object": "chat.completion.chunk"}
 
 
+# Around a prompt that is text.
+
+
+@hidden("texts", "answers as asked", "greedy text: usage says")
+def one_token_too_many_before_texts(prompt: list[int]) -> list[int]:
+    """As where the tokenizer and the server both add one that begins a text."""
+    return [prompt[0], *prompt]
+
+
+@hidden("texts", "text in use", "not what the artifact's own logits give")
+def texts_read_backwards(prompt: list[int]) -> list[int]:
+    return prompt[::-1]
+
+
 # Around a request for several answers.
 
 

@@ -77,6 +77,14 @@ def test_a_text_that_a_reader_took_apart_cannot_be_tokenized_again():
     assert chosen((request("chat"), record(answer=parsed))) == ()
 
 
+def test_an_answer_to_a_text_of_which_the_server_makes_another_prompt_is_not_scored():
+    asked = request(prompt=30, text="x")
+    same, other = (replace(record(), prompt_tokens=count) for count in (30, 29))
+    assert len(chosen((asked, same))) == 1
+    assert chosen((asked, other)) == ()
+    assert len(chosen((request(prompt=30), other))) == 1
+
+
 def test_log_probabilities_belong_to_those_that_asked():
     answer = Answer("ab", array("L", [1, 2]), logprobs=(-0.5, -1.5))
     asked, other = chosen(

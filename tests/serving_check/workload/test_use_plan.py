@@ -244,6 +244,19 @@ def test_each_request_says_what_its_kind_needs_and_fits_in_the_context(context):
     assert 1.0 in {request.temperature for request in planned() if request.kind == "sampled"}
 
 
+def test_a_few_greedy_prompts_are_texts_that_the_tokenizer_makes_prompts_of():
+    with_texts = replace(CONVERSATIONS, encode_text=lambda text: [1, *map(ord, text)])
+    for seed in range(5):
+        requests = plan_requests(seed, SHAPE, TEXT, ANSWERED, with_texts)
+        texts = [request for request in requests if request.text is not None]
+        assert len(texts) == 2 and {request.kind for request in texts} == {"greedy"}
+        for request in texts:
+            assert list(request.prompt) == [1, *map(ord, request.text)]
+            assert len(request.prompt) + request.output_len <= SHAPE.context
+            assert len(request.prompt) < max(len(other.prompt) for other in requests)
+    assert all(request.text is None for request in planned())
+
+
 def test_three_blocks_have_each_truncation():
     blocks = [planned(seed) for seed in range(7, 10)]
     asked = {request.truncation for block in blocks for request in block if request.kind == "truncated"}
