@@ -38,7 +38,7 @@ from ...serving_check.quality import (
     greedy_gaps,
     log_probabilities,
 )
-from ...serving_check.workload.use_plan import WHOLE, Adjustments, Truncation
+from ...serving_check.workload.planned_request import WHOLE, Adjustments, Truncation
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.kv_cache import kv_cache_of
 from ..machine.device import resolve_dtype

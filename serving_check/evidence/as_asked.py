@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from ..workload.answers import Alternatives, Answer, Envelope
 from ..workload.open_loop import LOGPROBS, OpenLoopResult
+from ..workload.planned_request import PlannedRequest
 from ..workload.spec import RequestRecord
-from ..workload.use_plan import PlannedRequest
 from .answer_figures import TokenText, bare
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

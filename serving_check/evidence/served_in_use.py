@@ -13,8 +13,8 @@ from statistics import fmean
 
 from ..workload.answers import Answer
 from ..workload.open_loop import OpenLoopResult
+from ..workload.planned_request import WHOLE, Adjustments, Kind, PlannedRequest, Truncation
 from ..workload.spec import RequestRecord
-from ..workload.use_plan import WHOLE, Adjustments, Kind, PlannedRequest, Truncation
 from .answer_figures import TokenText
 from .as_asked import REPLACEMENT
 

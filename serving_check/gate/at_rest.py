@@ -17,7 +17,7 @@ from ..evidence.measurement import MeasuredM, Repeat
 from ..settings import WorkloadSettings
 from ..statistics.decide import LOOKS, block_order
 from ..workload.burst import PROMPT_TOKENS, WHOLE, leave_long_answers, send_burst
-from ..workload.use_plan import Kind
+from ..workload.planned_request import Kind
 from .interleaving import SEEDS_PER_M, SEEDS_PER_RUN, workload_spec
 from .repeats import Repeats
 

@@ -25,16 +25,9 @@ from ..workload.kinds_taken import (
     kinds_taken,
 )
 from ..workload.open_loop import OpenLoopResult, run_open_loop
+from ..workload.planned_request import Kind, PlannedRequest
 from ..workload.profile_plan import plan_profile, shape_of_profile
-from ..workload.use_plan import (
-    MEAN_ANSWER,
-    Conversations,
-    Kind,
-    PlannedRequest,
-    UseShape,
-    fewest_requests,
-    plan_requests,
-)
+from ..workload.use_plan import MEAN_ANSWER, Conversations, UseShape, fewest_requests, plan_requests
 from .interleaving import SEEDS_PER_RUN
 from .repeats import deadline_from
 

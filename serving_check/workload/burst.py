@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from ..adapters.endpoint import Endpoint
-from .use_plan import Kind, route_of
+from .planned_request import Kind, route_of
 
 IN_FLIGHT = 8
 """Few, and all requests alike, so that steps have few different shapes.

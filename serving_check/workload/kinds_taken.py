@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from ..adapters.endpoint import DIRECT, PROBE_S, REFUSALS, Endpoint
 from .open_loop import body_of
-from .use_plan import IN_CHATS, WHOLE, Adjustments, Kind, PlannedRequest, Truncation
+from .planned_request import WHOLE, Adjustments, Kind, PlannedRequest, Truncation
+from .use_plan import IN_CHATS
 
 NO_ROUTE = 404, 405, 501
 PROMPT = (1, 2, 3, 4)

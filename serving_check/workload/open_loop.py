@@ -15,9 +15,9 @@ import aiohttp
 from ..adapters.endpoint import Endpoint
 from .answers import read_answer, read_envelope
 from .engine_work import difference, preemptions, steps_by_running
+from .planned_request import PlannedRequest
 from .sending import Body, TimedRequest, read_metrics, send_request, streamed_body
 from .spec import RequestRecord
-from .use_plan import PlannedRequest
 
 LOGPROBS = 5
 """How many alternatives' logprobs are requested for each token: the most that OpenAI's API allows."""

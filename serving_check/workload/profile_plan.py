@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ..profiles import Profile
 from .drawing import poisson_times, stratified
+from .planned_request import PlannedRequest
 from .prompts import Slices
-from .use_plan import LEAST_PROMPT, PlannedRequest
+from .use_plan import LEAST_PROMPT
 
 LOAD = 0.6
 """The load as a share of the requests that the baseline can answer in the same time."""

@@ -17,7 +17,8 @@ from scalegate.serving_check.engine.offline.stored_kv import StoredKVModel
 from scalegate.serving_check.evidence.in_use import AnswerInUse
 from scalegate.serving_check.evidence.served_in_use import ServedInUse
 from scalegate.serving_check.quality import below_best
-from scalegate.serving_check.workload.use_plan import TRUNCATIONS, Adjustments, Truncation
+from scalegate.serving_check.workload.planned_request import Adjustments, Truncation
+from scalegate.serving_check.workload.use_plan import TRUNCATIONS
 from torch import nn
 
 PROMPT, TOKENS = tuple(range(100, 120)), 24

@@ -8,8 +8,8 @@ from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.as_asked import not_as_asked, seeds_kept
 from scalegate.serving_check.workload.answers import Alternatives, Answer, Envelope
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
+from scalegate.serving_check.workload.planned_request import PlannedRequest
 from scalegate.serving_check.workload.spec import RequestRecord
-from scalegate.serving_check.workload.use_plan import PlannedRequest
 
 END = 0
 LETTERS = TokenText(

@@ -13,7 +13,7 @@ from scalegate.serving_check.evidence.served_in_use import (
 from scalegate.serving_check.workload import RequestRecord
 from scalegate.serving_check.workload.answers import Alternatives, Answer
 from scalegate.serving_check.workload.open_loop import OpenLoopResult
-from scalegate.serving_check.workload.use_plan import PlannedRequest
+from scalegate.serving_check.workload.planned_request import PlannedRequest
 
 WORDS = TokenText(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
 

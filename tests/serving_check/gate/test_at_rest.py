@@ -19,7 +19,7 @@ from scalegate.serving_check.gate.interleaving import workload_spec
 from scalegate.serving_check.gate.repeats import Repeats
 from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.workload import run_workload
-from scalegate.serving_check.workload.use_plan import Kind
+from scalegate.serving_check.workload.planned_request import Kind
 
 pytestmark = pytest.mark.long
 

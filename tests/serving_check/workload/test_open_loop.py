@@ -18,14 +18,8 @@ from scalegate.serving_check.workload.kinds_taken import (
     kinds_taken,
 )
 from scalegate.serving_check.workload.open_loop import run_open_loop
-from scalegate.serving_check.workload.use_plan import (
-    IN_CHATS,
-    RARE,
-    Conversations,
-    PlannedRequest,
-    UseShape,
-    plan_requests,
-)
+from scalegate.serving_check.workload.planned_request import PlannedRequest
+from scalegate.serving_check.workload.use_plan import IN_CHATS, RARE, Conversations, UseShape, plan_requests
 from transformers import AutoTokenizer
 
 KINDS = frozenset({"greedy", "sampled", *RARE})

@@ -9,9 +9,11 @@ from statistics import fmean, variance
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.workload.drawing import lengths_within, poisson_times
+from scalegate.serving_check.workload.planned_request import WHOLE
 from scalegate.serving_check.workload.prompts import Slices
 from scalegate.serving_check.workload.use_plan import (
     IN_CHATS,
+    LEAST_GREEDY,
     LEAST_LONG_ANSWER,
     LEAST_PROMPT,
     LONGEST_SHARE,
@@ -21,7 +23,6 @@ from scalegate.serving_check.workload.use_plan import (
     SPARE,
     TRUNCATIONS,
     TURNS,
-    WHOLE,
     WITH_SYSTEM,
     Conversations,
     UseShape,
@@ -255,6 +256,15 @@ def test_a_few_greedy_prompts_are_texts_that_the_tokenizer_makes_prompts_of():
             assert len(request.prompt) + request.output_len <= SHAPE.context
             assert len(request.prompt) < max(len(other.prompt) for other in requests)
     assert all(request.text is None for request in planned())
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 1.4, 2.0, 3.0, 8.0])
+def test_however_many_requests_come_some_are_greedy_and_some_share_a_prefix(seconds):
+    for seed in range(20):
+        requests = planned(seed, replace(SHAPE, seconds=seconds, first_rate=10.0, last_rate=20.0))
+        kinds = Counter(request.kind for request in requests)
+        assert kinds.keys() == KINDS and kinds["greedy"] >= LEAST_GREEDY
+        assert min(kinds[kind] for kind in KINDS - {"aborted"}) >= 2
 
 
 def test_three_blocks_have_each_truncation():
