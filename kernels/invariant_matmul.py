@@ -11,7 +11,7 @@ M.
 so sixteen rows of x cost an instruction of N = 16. Sums run over K sixteen columns at a time, which is one
 instruction, in every tile. Splits of K follow from the weight's shape alone. With few rows each split has a
 CTA, and the last CTA to finish adds the partial sums in the order of K; with many rows one CTA takes all
-splits in that order. So M may decide the tile, stages and warps, but not the bits of a row.
+splits in that order. M may therefore decide the tile, stages and warps, but not the bits of a row.
 
 With few rows the kernel reads 2 * N * K bytes. Partial sums add 8 * M * N * splits, which stay in L2.
 """

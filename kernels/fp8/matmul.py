@@ -4,14 +4,15 @@
     weight    [N, K]   float8_e4m3fn, rows contiguous       w_scale  fp32 [G, N]
     y         [M, N]   bf16 or fp16
 
-G is 1, or K/128: then a row has a scale for every 128 columns. "Swap AB": the weight is the first operand of
-the matrix instruction, so that few rows of x cost few columns.
+G, the number of scales of a row, is 1, or K/128 if a row has a scale for every 128 columns. "Swap AB": the
+weight is the first operand of the matrix instruction, so that few rows of x cost few columns.
 
 Hopper sums products of E4M3 with 14 bits. Sums of 128 columns are therefore added to earlier sums in fp32 (in
 two levels, as DeepGEMM does). If a row has several scales, each sum is multiplied by its scale first.
 
 Splits of K follow from the weight's shape alone. The CTA that ends last adds the splits in the order of K;
-with many rows one CTA takes all splits in that order. So M may decide the tile, but not the bits of a row.
+with many rows one CTA takes all splits in that order. M may therefore decide the tile, but not the bits of a
+row.
 
 With few rows the kernel reads N K bytes.
 """

@@ -29,9 +29,9 @@ twice: INT8 uses this.
           partial sums of a split, fp32, through L2; the CTA that ends last adds them in the order of K
 
 Splits of K follow from the weight's shape alone, and within a split sums run over K sixteen columns at a
-time. With few rows each split has a CTA; with many rows, one CTA takes all splits in that order. So M may
-decide the tile, but not the bits of a row if all tiles take mma.sync; on Hopper larger tiles take wgmma. The
-kernel repeats its bits on every GPU.
+time. With few rows each split has a CTA; with many rows, one CTA takes all splits in that order. M may
+therefore decide the tile, but not the bits of a row if all tiles use mma.sync; on Hopper, larger tiles use
+wgmma. The kernel repeats its bits on every GPU.
 
 With few rows it reads 4.25 bits a weight in INT4 with groups of 128. Partial sums add `8 M N splits` in L2.
 """

@@ -110,7 +110,9 @@ def literal(node: ast.expr) -> str:
 
 def sentences(where: str, text: str) -> Iterator[Sentence]:
     words = " ".join(text.replace("\b", " ").split())
-    for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\[]|vLLM|transformers|torch|compressed-tensors)", words):
+    for sentence in re.split(
+        r"(?<=[.?!])\s+(?=[A-Z`*\"\[]|vLLM|transformers|torch|compressed-tensors)", words
+    ):
         if len(sentence.split()) >= LEAST_WORDS:
             yield where, sentence
 
