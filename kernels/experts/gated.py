@@ -6,7 +6,7 @@
     y        [T, N]          sum_j weight[t, j] * down_j(silu(gate_j(x[t])) * up_j(x[t])), x's type
 
 One token uses `one_token.py`; more tokens use grouped products, with this file's kernels between them. The
-choice is made at each call, so a graph traced once serves every T.
+kernels are chosen at each call, so a graph that was traced once serves any number of tokens.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""The tile of a grouped product, chosen by the average number of rows an expert gets: a bucket known on the
-host.
+"""Chooses the tile of a grouped product by the average number of rows per expert, which the host knows
+without waiting for the GPU.
 
 Each bucket has one form, so nothing compiles for a new number of tokens.
 """

@@ -75,7 +75,7 @@ def load_scales(address, wanted):
 
 @gluon.jit
 def load_x(address, wanted):
-    """Load eight numbers of x, those of a lane's own vector and column."""
+    """Load the eight numbers of x that belong to a lane's own vector and column."""
     asm: gl.constexpr = load_asm(4, (0,))
     return gl.inline_asm_elementwise(
         asm, "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [address, wanted], dtype=gl.int32, is_pure=False, pack=4

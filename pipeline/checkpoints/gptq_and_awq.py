@@ -171,7 +171,7 @@ class _Module:
             return torch.arange(k) // self.size(k)
         groups = self.g_idx.read().long()
         if int(groups.amin()) < 0 or int(groups.amax()) >= count:
-            raise UserError(f"{self.g_idx.name} names groups beyond the {count} that have scales")
+            raise UserError(f"{self.g_idx.name} has group numbers beyond the {count} groups that have scales")
         return groups
 
 

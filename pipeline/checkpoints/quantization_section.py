@@ -26,8 +26,8 @@ def with_section(
 ) -> dict[str, Any]:
     """Return the config with its quantization section as `quantization_config`.
 
-    Some multimodal checkpoints have the section in `text_config`, old GPTQ and AWQ ones in a file of its own.
-    FP8 weights need no section: Mistral's `params.json` declares them for another reader.
+    Some multimodal checkpoints have the section in `text_config`; old GPTQ and AWQ checkpoints have it in a
+    separate file. FP8 weights need no section: Mistral's `params.json` declares them for another reader.
     """
     text = config.get(TEXT)
     if config.get(SECTION) or config.get(OLD_SECTION):

@@ -1,7 +1,7 @@
 """The figures that need no server: the loaded models, and how close the artifact's predictions are to the
 baseline's.
 
-Both models stay in memory while the servers run only if there is room.
+While the servers run, both models stay in memory if there is room for them.
 """
 
 import gc

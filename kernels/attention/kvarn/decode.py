@@ -11,9 +11,9 @@
 
 Page 0 and the page of the current token are read from `held`, all other pages as codes. A split is coded or
 plain. Coded splits are runs of whole pages and take rotated queries; the merge rotates their sum back. A
-plain split has at most PIECE tokens of a page that is held uncoded. Coded splits are numbered first: they
-take longest, and a program takes every n-th split. How a request is split follows from the length of its
-context alone.
+plain split has at most PIECE tokens, all of one uncoded page. Coded splits are numbered first: they take
+longest, and a program takes every n-th split. How a request is split follows from the length of its context
+alone.
 
 A program is one warp, or two for heads of 256 channels. A program handles one (request, kv head, run of
 splits) with all the query heads of the group, each in two columns of products over codes (`int8_page.py`).
