@@ -100,7 +100,7 @@ def squared_errors(
     """Return, for each quantized module of `artifact`, the sums of squares of its error and of the baseline's
     weight.
 
-    Modules that the baseline lacks in that shape are left out.
+    Modules that the baseline lacks, or has in another shape, are left out.
     """
     comparison = _Comparison(artifact, baseline, device, {})
     stored = stored_weights(artifact).items()

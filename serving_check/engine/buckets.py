@@ -12,8 +12,8 @@ def decode_buckets(
 ) -> tuple[int, ...] | None:
     """Return the batch sizes of decode steps, ascending, up to max_num_seqs; None for every size.
 
-    asked: the user's sizes. If the user gives none, they are 1, 2, 4, 8 and then every eighth size on CUDA,
-           and every size on a CPU, where padding would only add work
+    asked: the user's sizes. If the user gives no batch sizes, CUDA uses 1, 2, 4, 8 and then every eighth
+           size; a CPU uses every size, since padding would only add work
     """
     if asked is None and device.type == "cpu":
         return None

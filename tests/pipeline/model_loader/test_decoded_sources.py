@@ -246,7 +246,7 @@ def test_groups_without_scales_are_refused(random_checkpoint: Any, tmp_path: Pat
     path = folder / "model.safetensors"
     moved = {name: (t + 1 if name.endswith("g_idx") else t) for name, t in load_file(path).items()}
     save_file(moved, path, {"format": "pt"})
-    with pytest.raises(UserError, match="g_idx names groups beyond the 2 that have scales"):
+    with pytest.raises(UserError, match="g_idx has group numbers beyond the 2 groups that have scales"):
         quantize(folder, RECIPE, tmp_path / "out", progress=False)
 
 

@@ -178,8 +178,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Compute out[at :], flat, for one token at the end of its context.
 
-    held: flat; this head's keys of the first page begin at `begin`, its values one page of all heads later,
-          and its keys of the page being written two pages later
+    held: a flat array. This head's keys of the first page begin at `begin`; its values begin one page of all
+          heads later; its keys of the page that is being written begin two pages later
     """
     dim, group, row = pages.dim, pages.group, queries.row
     page, side = (length - 1) // group, pages.heads * group * dim
