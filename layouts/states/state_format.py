@@ -1,7 +1,8 @@
 """What a state format is: how a layer computes its output and its state of a request, by token and by chunk.
 
 A state is kept by recurrent layers instead of keys and values; its size does not grow with the context. Every
-running request has one slot in each such layer, at its row. `all_states.py` registers the particular formats.
+running request has one slot in each recurrent layer, at the request's row. `all_states.py` registers the
+particular formats.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Calls of tools in a model's output, for the forms that chat templates teach: calls are found, cut out and
 parsed.
 
-A model's form is read from its template. Not for running tools.
+The chat template of a model shows in which form the model writes calls. Not for running tools.
 """
 
 import json
