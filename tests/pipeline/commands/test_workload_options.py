@@ -1,7 +1,11 @@
 """An option of the workload is said once, and is then on command lines, in signatures and in records."""
 
 import inspect
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import click
 import pytest
@@ -16,6 +20,25 @@ from scalegate.pipeline.validation.options import ValidateOptions, asked_bounds,
 from scalegate.serving_check.adapters.placement import Placement
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.settings import Bounds, WorkloadSettings
+
+ROOT = Path(scalegate.__file__).resolve().parent
+WITH_PAUSES = """
+import inspect
+import scalegate
+from scalegate.base.option_fields import values_of, words_of
+from scalegate.pipeline.cli import release, validate
+from scalegate.pipeline.validation.options import asked_workload
+
+for name, command in (("validate", validate.command), ("release", release.command)):
+    [option] = [each for each in command.params if "--pauses" in each.opts]
+    parameters = inspect.signature(getattr(scalegate, name)).parameters
+    if "Pauses between two repeats" in option.help and "pauses" in parameters:
+        print(name)
+workload = asked_workload({"pauses": 5}, input_len=64, seed=0)
+words = words_of(values_of(workload))
+print(workload.pauses, "--pauses", words[words.index("--pauses") + 1])
+"""
+"""What a process says whose package has one more option of the workload."""
 
 VALIDATE = (ValidateOptions, WorkloadSettings, Bounds, EngineOptions, Placement)
 COMMANDS = {
@@ -107,3 +130,23 @@ def test_a_value_that_cannot_be_is_refused_in_python_and_on_the_command_line(nam
 
 def test_ms_come_in_any_order():
     assert WorkloadSettings((8, 1, 2)).ms == (1, 2, 8)
+
+
+def test_a_new_option_of_the_workload_touches_one_file(tmp_path):
+    """A copy of the package whose settings.py has one more field; every other file is the same."""
+    package = tmp_path / "scalegate"
+    (package / "serving_check").mkdir(parents=True)
+    for folder, copy in ((ROOT, package), (ROOT / "serving_check", package / "serving_check")):
+        for path in folder.iterdir():
+            if not path.name.startswith(".") and path.name not in ("serving_check", "settings.py"):
+                (copy / path.name).symlink_to(path)
+    source = (ROOT / "serving_check" / "settings.py").read_text(encoding="utf-8")
+    begin = source.index("class WorkloadSettings")
+    place = source.index("    profile: ", begin)
+    field = '    pauses: int = option(3, "Pauses between two repeats.", minimum=0)\n'
+    (package / "serving_check" / "settings.py").write_text(source[:place] + field + source[place:])
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", WITH_PAUSES], env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.stdout.split() == ["validate", "release", "5", "--pauses", "5"], told.stderr
