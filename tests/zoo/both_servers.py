@@ -155,21 +155,21 @@ def zoo_of(artifact_folder: Path, checkpoint: Path, folder: Path) -> Iterator[Zo
         yield Zoo(artifact, baseline, fault_file, text, figures, score)
 
 
-def workload_for(one: Fault) -> WorkloadSettings:
-    if one.profile is not None:
-        return replace(IN_USE, profile=one.profile)
-    if one.in_use:
-        return MANY_IN_USE if one.check == SAMPLING else IN_USE
-    if one.long_prompts:
+def workload_for(fault: Fault) -> WorkloadSettings:
+    if fault.profile is not None:
+        return replace(IN_USE, profile=fault.profile)
+    if fault.in_use:
+        return MANY_IN_USE if fault.check == SAMPLING else IN_USE
+    if fault.long_prompts:
         return LONG_PROMPTS
-    return LONG_WORKLOAD if one.rare else SHORT_WORKLOAD if one.quick else WORKLOAD
+    return LONG_WORKLOAD if fault.rare else SHORT_WORKLOAD if fault.quick else WORKLOAD
 
 
-def judged_with(zoo: Zoo, one: Fault, run: int) -> Judgement:
+def judged_with(zoo: Zoo, fault: Fault, run: int) -> Judgement:
     """The real gate on the artifact's server with this fault, under the load that shows it."""
     # What is rare may not happen in the seconds that a curve takes on a fast machine.
-    in_use = one.in_use or one.rare
-    return zoo.judged(one.name, workload=replace(workload_for(one), seed=2 + run), in_use=in_use)
+    in_use = fault.in_use or fault.rare
+    return zoo.judged(fault.name, workload=replace(workload_for(fault), seed=2 + run), in_use=in_use)
 
 
 def not_passed(judgement: Judgement) -> dict[str, str]:
@@ -180,7 +180,7 @@ def measured(judgement: Judgement, name: str) -> str:
     return next(check.measured for check in judgement.checks if check.name == name)
 
 
-def is_named(one: Fault, judgement: Judgement) -> bool:
+def is_named(fault: Fault, judgement: Judgement) -> bool:
     """Whether the check that the fault is for has not passed, in the words that name it."""
-    reason = not_passed(judgement).get(one.check)
-    return reason is not None and (one.words in reason or one.words in measured(judgement, one.check))
+    reason = not_passed(judgement).get(fault.check)
+    return reason is not None and (fault.words in reason or fault.words in measured(judgement, fault.check))

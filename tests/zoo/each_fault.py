@@ -50,17 +50,17 @@ def main() -> None:
         logs.mkdir()
         quantize(str(EXAMPLE), "int4-hqq", out=artifact, progress=False)
         with zoo_of(artifact, EXAMPLE, logs) as zoo:
-            for one, run in itertools.islice(cases, first - 1, None, shares):
+            for fault, run in itertools.islice(cases, first - 1, None, shares):
                 if time.monotonic() > ends:
                     break
                 began = time.monotonic()
-                judgement = judged_with(zoo, one, run)
-                is_caught = is_named(one, judgement)
+                judgement = judged_with(zoo, fault, run)
+                is_caught = is_named(fault, judgement)
                 missed += not is_caught
                 row = {
-                    "fault": one.name,
+                    "fault": fault.name,
                     "run": run,
-                    "check": one.check,
+                    "check": fault.check,
                     "caught": is_caught,
                     "seconds": round(time.monotonic() - began, 1),
                     "not_passed": not_passed(judgement),
@@ -71,8 +71,8 @@ def main() -> None:
 
 def cases_of(faults: list[Fault], runs: int) -> list[tuple[Fault, int]]:
     """A run of each fault that depends on time, a run of each other one, and so on."""
-    ordered = sorted(faults, key=lambda one: one.check in OF_ANSWERS)
-    return [(one, run) for run in range(runs) for one in ordered]
+    ordered = sorted(faults, key=lambda fault: fault.check in OF_ANSWERS)
+    return [(fault, run) for run in range(runs) for fault in ordered]
 
 
 if __name__ == "__main__":

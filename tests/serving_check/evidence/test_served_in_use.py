@@ -143,8 +143,8 @@ def test_alternatives_have_no_ids_where_words_and_their_endings_have_one_text():
     )
     told = (Alternatives("a", {"a": -0.5, "b": -2.0}),)
     answer = Answer("a", array("L", [ord("a")]), alternatives=told)
-    [one] = answers_to_score([loop((request("logprobs"), record(answer=answer)))], words)
-    assert one.alternatives == (((None, -0.5), (None, -2.0)),)
+    [served] = answers_to_score([loop((request("logprobs"), record(answer=answer)))], words)
+    assert served.alternatives == (((None, -0.5), (None, -2.0)),)
 
 
 def test_the_same_draw_counts_once_and_retokenized_draws_do_not():
