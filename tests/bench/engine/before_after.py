@@ -164,8 +164,9 @@ def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int]
     built = int4_engine.merged(built) if hasattr(int4_engine, "merged") else built
     if weights == "int4":
         int4_engine.quantized(built, "swap_ab")
-    sizes = {"max_num_seqs": 128, "max_model_len": 1024, "kv_cache_tokens": 82_000, "prefill_chunk": 8192}
-    engine = warm_engine(built, sizes)
+    length = INPUT_LEN + output_len
+    sizes = {"max_num_seqs": 128, "max_model_len": 1024, "prefill_chunk": 8192}
+    engine = warm_engine(built, {**sizes, "kv_cache_tokens": 128 * (length + 16)})
     return lambda n: serving.wave(engine, n, INPUT_LEN, serving.greedy(output_len))[0]
 
 
