@@ -4,8 +4,8 @@
     python -P tests/bench/engine/before_after.py --before OTHER_TREE --checkpoint FOLDER       on a CPU
 
 Qwen3-8B's and Qwen3-4B's shapes with random weights, or a checkpoint; bf16 and INT4, 32 tokens in. Every
-engine is a process of its own tree; those of one model are up together and take turns at every N, so that
-both trees meet the same moments of the machine. The figure is the best of the repeats: tokens a second, on a
+engine is a process of its own tree; both trees' are up together and take turns at every N, so that they
+meet the same moments of the machine. The figure is the best of the repeats: tokens a second, on a
 CPU a second of one thread's own time. There the same tree differs by 8% from start to start, by where its
 memory happens to lie: give it several `--starts`. Exit status 1 where after falls below `--floor` of before.
 """
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 INPUT_LEN = 32
 MODELS = {"8b": "qwen3-8b", "4b": "qwen3-4b"}
-WEIGHTS = ("int4", "bf16")  # The last to start finds least memory, and INT4 is packed beside bf16.
+WEIGHTS = ("bf16", "int4")
 TREES = ("before", "after")
 
 
@@ -84,23 +84,22 @@ def main() -> None:
 
 def compare(model: str, trees: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
     speeds: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-    for _ in range(options.starts):
-        with engines(model, trees, options.output_len) as workers:
-            for weights, n, repeat in itertools.product(WEIGHTS, options.n, range(options.repeats)):
+    for _, weights in itertools.product(range(options.starts), WEIGHTS):
+        with engines(model, weights, trees, options.output_len) as workers:
+            for n, repeat in itertools.product(options.n, range(options.repeats)):
                 for tree in TREES if repeat % 2 == 0 else reversed(TREES):
-                    speeds[weights, n, tree].append(workers[weights, tree].measure(n))
+                    speeds[weights, n, tree].append(workers[tree].measure(n))
                 if repeat == options.repeats - 1:
                     print(show(row(model, weights, n, speeds)), flush=True)
     return [row(model, weights, n, speeds) for weights, n in itertools.product(WEIGHTS, options.n)]
 
 
 @contextmanager
-def engines(model: str, trees: dict[str, Path], output_len: int) -> Iterator[dict[tuple[str, str], Worker]]:
-    """One for each kind of weights and each tree, warm."""
+def engines(model: str, weights: str, trees: dict[str, Path], output_len: int) -> Iterator[dict[str, Worker]]:
+    """One for each tree, warm."""
     with tempfile.TemporaryDirectory() as elsewhere:
         workers = {
-            (weights, tree): start(path, Path(elsewhere) / f"{tree}-root", model, weights, output_len)
-            for weights in WEIGHTS
+            tree: start(path, Path(elsewhere) / f"{tree}-root", model, weights, output_len)
             for tree, path in trees.items()
         }
         try:
@@ -157,7 +156,6 @@ def work(tree: Path, model: str, weights: str, output_len: int) -> None:
 
 def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int], float]:
     """An engine that is warm; what it takes for n requests."""
-    import torch
     from scalegate.tests.bench.engine import int4_engine, serving
     from scalegate.tests.bench.random_qwen3 import random_model
 
@@ -165,7 +163,6 @@ def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int]
     built = int4_engine.merged(built) if hasattr(int4_engine, "merged") else built
     if weights == "int4":
         int4_engine.quantized(built, "swap_ab")
-        torch.cuda.empty_cache()  # Of the bf16 weights, for the engines that start later.
     length = INPUT_LEN + output_len
     sizes = {"max_num_seqs": 128, "max_model_len": 1024, "prefill_chunk": 8192}
     engine = warm_engine(built, {**sizes, "kv_cache_tokens": 128 * (length + 16)})
