@@ -16,6 +16,9 @@ INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)
 # To collect the other files takes longer than some of these tests.
 ALONE := $(shell grep -rl "mark\.alone" tests --include="test_*.py")
 EXAMPLE := examples/qwen3-pycode-5m
+# Each recipe says why it depends on the CPU.
+FLAGS := $(shell grep -m 1 ^flags /proc/cpuinfo 2>/dev/null)
+RECIPE := examples/int4-example$(if $(and $(filter avx512_bf16,$(FLAGS)),$(if $(filter amx_bf16,$(FLAGS)),,yes)),,-other-cpus).yaml
 
 .PHONY: another-lock install example tutorial docs test most-tests types-and-kernels test-all test-random test-isas test-pythons
 .PHONY: compile-tests lint types style clean
@@ -31,7 +34,7 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS) install_torch.sh $(if $(filter 
 install: $(VENV)/installed
 
 example: install
-	$(BIN)/pipeline release $(EXAMPLE) --recipe examples/int4-example.yaml \
+	$(BIN)/pipeline release $(EXAMPLE) --recipe $(RECIPE) \
 	  --work release/work --to folder:release/qwen3-pycode-5m-int4
 
 tutorial: install
