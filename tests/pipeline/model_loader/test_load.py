@@ -117,7 +117,7 @@ QKV_APART, GATE_UP_APART = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_pro
         ("llmcompressor-mixed", True),
         pytest.param("llmcompressor-nvfp4a16", True, id="global scales that are shared"),
         pytest.param("torchao-nvfp4", False, id="global scales that are not"),
-        pytest.param("llmcompressor-nvfp4", False, id="inputs that are rounded"),
+        pytest.param("llmcompressor-nvfp4", True, id="inputs that are rounded by one scale"),
     ],
 )
 def test_projections_are_one_product_where_their_weights_can_be_one(name: str, merged: bool) -> None:
@@ -222,7 +222,7 @@ def test_a_layout_that_cannot_serve_a_layer_is_refused_by_name(quantized_pair) -
     pair = quantized_pair("qwen2", True, lambda module: 16)
     with pytest.raises(UserError, match=r"layout 'cpu_int4' does not serve model\.layers\.\d"):
         load_model(pair.quantized, layout="cpu_int4", progress=False)
-    with pytest.raises(UserError, match=r"'dequantize_per_expert' does not serve .*: multiplies by experts"):
+    with pytest.raises(UserError, match=r"'dequantize_per_expert' does not serve .*: is for experts only"):
         load_model(pair.quantized, layout="dequantize_per_expert", progress=False)
     with pytest.raises(UserError, match="unknown layout 'fast'; choose one of"):
         load_model(pair.quantized, layout="fast", progress=False)
