@@ -28,7 +28,7 @@ RECIPE = HERE.parents[1] / "examples" / "int4-example.yaml"
 PICTURE = HERE / "report.svg"
 SLOW, CHOSEN = HERE / "report-slow-layout.json", HERE / "report-chosen-layout.json"
 SEED = "36"
-SLOW_LAYOUT = "cpu_int4_float32"
+SLOW_LAYOUT = "cpu_int4"
 
 CARD_WIDTH, CARD_HEIGHT, GAP, MARGIN = 540, 536, 20, 8
 CURVE_TOP, CURVE_HEIGHT = 112, 270
