@@ -147,6 +147,16 @@ def test_a_projection_of_another_global_scale_is_served_by_itself(tmp_path: Path
             torch.testing.assert_close(y, factor * expected, rtol=2e-2, atol=1e-2)
 
 
+def test_a_projection_that_rounds_its_input_by_another_scale_is_served_by_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURES / "llmcompressor-nvfp4", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.input_global_scale"] *= 2
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found = {key.rpartition(".")[2] for key in problems(open_checkpoint(folder)) if ".0.self_attn" in key}
+    assert found == {"q_proj+v_proj", "k_proj", "o_proj"}
+
+
 def test_projections_of_two_formats_are_merged_as_far_as_they_are_alike(quantized_pair) -> None:
     pair = quantized_pair("qwen3", False, lambda module: 16 if "v_proj" in module else 32)
     loaded = load_model(pair.quantized, layout="dequantize", progress=False)
