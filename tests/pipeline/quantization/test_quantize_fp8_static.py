@@ -1,10 +1,12 @@
 """FP8 with calibrated scales of inputs, in the forms of ModelOpt and of compressed-tensors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.e4m3 import E4M3, E4M3_MAX, E4M3StaticInput
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8, STATIC, TENSOR
@@ -14,6 +16,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
 from scalegate.pipeline.model_loader import layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.model_loader.products import problems
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.quantizers.fp8_least_squares import scale_of_inputs
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
@@ -100,6 +103,20 @@ def test_it_is_read_back_and_served_in_merged_products(artifact: Path, example_c
     with torch.inference_mode():
         expected, found = plain(tokens).logits.float(), loaded.model(tokens).logits.float()
     assert 2.0**-8 < float((found - expected).norm() / expected.norm()) < 0.2
+
+
+def test_a_projection_that_rounds_by_another_scale_is_a_product_of_its_own(
+    artifact: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{LAYER}.self_attn.k_proj.input_scale"] *= 2
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found = {
+        key.rpartition(".")[2] for key in problems(open_checkpoint(folder)) if f"{LAYER}.self_attn" in key
+    }
+    assert found == {"q_proj+v_proj", "k_proj", "o_proj"}
 
 
 def test_what_no_manifest_calls_a_release_is_a_source_of_16_bits(artifact: Path) -> None:
