@@ -15,8 +15,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
 from scalegate.pipeline.model_loader import layer_stream
-from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.model_loader.products import problems
+from scalegate.pipeline.model_loader.load_model import load_model, problems
 from scalegate.pipeline.quantization.calibration import calibration_text
 from scalegate.pipeline.quantization.quantizers.fp8_least_squares import scale_of_inputs
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
