@@ -28,7 +28,7 @@ class StoredWeight:
     tensors:    the names of the checkpoint tensors it is made of
     read:       reads the tensors and returns the weight, on the CPU; a plain tensor if it is not quantized
     read_input: reads how the layer's input is quantized as well; None if it stays as it is
-    shared:     the tensors that must be equal, bit for bit, in all weights that are merged along N
+    shared:     tensors of the weight that must be equal, bit for bit, in all weights merged along N
     stored_as:  the format's name in `inspect`, if it differs from the spec's own name
     """
 

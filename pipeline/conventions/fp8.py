@@ -112,7 +112,8 @@ def stored_rows(checkpoint: Checkpoint, module: str, spec: FP8) -> StoredWeight:
     shape = (n, 1) if spec.scale == ROW else ()
     if tuple(require_tensor(checkpoint, scale_name, FLOAT_DTYPES).shape) != (n,) and shape:
         require_tensor(checkpoint, scale_name, FLOAT_DTYPES, shape)
-    scalars = [*([] if shape else [scale_name]), *([input_scale] if spec.is_static else [])]
+    shared = () if shape else (scale_name,)
+    scalars = [*shared, *([input_scale] if spec.is_static else [])]
     for scalar in scalars:
         require_tensor(checkpoint, scalar, FLOAT_DTYPES)
         scalar_shape(checkpoint, scalar)
@@ -124,7 +125,7 @@ def stored_rows(checkpoint: Checkpoint, module: str, spec: FP8) -> StoredWeight:
         return spec.dynamic_input or E4M3StaticInput(positive_scalar(checkpoint, input_scale))
 
     names = dict.fromkeys([name, scale_name, *scalars])
-    return StoredWeight(module, (n, k), spec, tuple(names), read, read_input, tuple(scalars))
+    return StoredWeight(module, (n, k), spec, tuple(names), read, read_input, shared)
 
 
 def input_scale_of(module: str, inputs: InputFormat | None) -> Tensor:

@@ -44,7 +44,6 @@ class NVFP4Tensors:
             scalar_shape(checkpoint, scalar)
         names = [packed, scale, global_scale]
         names += [input_scale] if input_scale in checkpoint.tensors else []
-        shared = (global_scale, input_scale) if quantizes_input else (global_scale,)
 
         def read() -> NVFP4Weight:
             if self.divides:
@@ -57,7 +56,7 @@ class NVFP4Tensors:
             return NVFP4Input(positive_scalar(checkpoint, input_scale), divides=self.divides)
 
         inputs = read_input if quantizes_input else None
-        return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, shared)
+        return StoredWeight(module, (n, k), spec, tuple(names), read, inputs, (global_scale,))
 
     def written(self, module: str, weight: NVFP4Weight, inputs: InputFormat | None) -> dict[str, Tensor]:
         """Return the tensors of `module`, by full name; reading them back gives equal numbers if
