@@ -49,7 +49,7 @@ FIRST_S = 0.75
 BASELINE_SHARE = 0.25
 """The baseline's requests in a part, as a share of the artifact's: they only show whether the machine
 slows."""
-LEAST_LAST, MOST_LAST = LOOKS[0], 3 * LOOKS[0]
+LEAST_LAST, MOST_LAST = LOOKS[0], 6 * LOOKS[0]
 """The least and the most repeats of each side at the end: more than the least only if `drift` is
 inconclusive."""
 LAST_S = 12.0
@@ -98,18 +98,16 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
     burst = _Burst(sides)
     burst.send()
     first = min(measured, key=lambda level: level.m)
-    # A noisy machine needs more blocks, and more of them to compare with.
-    compared = max(LOOKS[0], min(MOST_LAST, len(first.blocks) // 2))
     figures = AtRestFigures(
         requests=requests + burst.requests,
         before=before,
         after=before,
         burst=tuple(burst.parts),
         first_m=first.m,
-        first=_throughputs(first.artifact[:compared]),
+        first=_throughputs(first.artifact[:MOST_LAST]),
         last=(),
         baseline_burst=tuple(burst.baseline_parts),
-        baseline_first=() if baseline is None else _throughputs(first.baseline[:compared]),
+        baseline_first=() if baseline is None else _throughputs(first.baseline[:MOST_LAST]),
         between=burst.between,
         errors=tuple(burst.errors[:KEPT_ERRORS]),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 FLUSHED_IN_PYTHON, SIDE_POOL, COMPILED = "kvarn_python_flush", "kvarn_side_pool", "kvarn_compiled"
 SOUND = KVarN(value_bits=2, group_size=64)
 SIDE_POOL_ROWS = 2
-ITERATIONS, BLOCKS = 8, 16
+ITERATIONS, BLOCKS = 24, 16
 
 
 class ReplayedStorage:

@@ -6,6 +6,7 @@ The negative control, the sound format through the same gate, is `pipeline/publi
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scalegate.tests.forked_command import run_pipeline
@@ -29,11 +30,25 @@ REASONS = {
 """What each replay fails, and words of the reason."""
 FLOORS, MOST_BLOCKS = {FLUSHED_IN_PYTHON: 0.93}, {FLUSHED_IN_PYTHON: 20}
 """Where speed is what fails. A few blocks say so, as of the others; a busy machine may need some more."""
+MOST_VERDICTS = 3
+"""How often a busy machine is asked, as `validate` advises where it could not decide."""
 NAMED = {name for reasons in REASONS.values() for name in reasons}
 
 
 def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
-    """The reasons of the checks that `pipeline validate` fails."""
+    """The reasons of the checks that `pipeline validate` fails, once it has decided what was asked."""
+    for _ in range(MOST_VERDICTS):
+        checks = judged(checkpoint, kv_format)
+        asked = [check for check in checks if check["name"].endswith(tuple(REASONS[kv_format]))]
+        if any(check["status"] == "fail" for check in asked) or all(
+            check["status"] == "pass" for check in asked
+        ):
+            break
+    return {check["name"]: check["reason"] for check in checks if check["status"] == "fail"}
+
+
+def judged(checkpoint: Path, kv_format: str) -> list[dict[str, Any]]:
+    """The checks of one verdict."""
     words = ["validate", checkpoint, "--baseline", checkpoint, "--kv-cache-dtype", kv_format, "--m", M]
     words += ["--input-len", INPUT_LEN, "--output-len", OUTPUT_LEN, "--quality-tokens", 1024]
     words += ["--floor", FLOORS.get(kv_format, 0.4), "--device", "cpu", "--json"]
@@ -46,7 +61,7 @@ def failed(checkpoint: Path, kv_format: str) -> dict[str, str]:
     assert verdict["baseline"]["kv_cache_dtype"] == "unquantized"
     quality = next(check for check in verdict["checks"] if check["name"] == "quality")
     assert quality["figures"]["mean_kl"] > 1e-4, "nothing was coded"
-    return {check["name"]: check["reason"] for check in verdict["checks"] if check["status"] == "fail"}
+    return verdict["checks"]
 
 
 @pytest.mark.exhaustive

@@ -21,7 +21,7 @@ from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, R
 from scalegate.serving_check.gate.at_rest import CONFIRMING_PARTS, LEAST_LAST, MOST_LAST, PARTS
 
 RESULT = Path(__file__).parents[1] / "results" / "gate" / "drift_characteristic.json"
-NOISES = (0.03, 0.06, 0.12)
+NOISES = (0.03, 0.06, 0.12, 0.18)
 SHIFT_OVER_NOISE = 0.25
 """Of the machine between first and last repeats, as a part of the noise of one repeat."""
 SLOWER = (1.0, 1.1, 1.2, 1.3, 1.5, 2.0)

@@ -28,6 +28,7 @@ WORKLOAD = WorkloadSettings(ms=(1, 4), input_len=16, output_len=8, seed=3)
 TEXT = tuple(range(1, 400))
 CONTEXT = {"tiring": 4096, "pycode": 512}
 """Of the server by this name. The tiring one makes a thousand tokens a second."""
+BLOCKS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +49,10 @@ def serving(fault: str, folder: Path) -> Iterator[Endpoint]:
 
 
 def looked_at(artifact: Endpoint, baseline: Endpoint | None) -> AtRestFigures:
-    """Six blocks at the smallest M, one request whose client leaves, and the looks before and after it."""
+    """Some blocks at the smallest M, one request whose client leaves, and the looks before and after it."""
     repeat = Repeats(run_workload, artifact, baseline, None)
     level = MeasuredM(1)
-    for seed in range(6):
+    for seed in range(BLOCKS):
         spec = workload_spec(WORKLOAD, 1, TEXT, seed)
         theirs = [] if baseline is None else [repeat(baseline, spec)]
         level.blocks.append(Block([repeat(artifact, spec)], theirs))
@@ -86,7 +87,7 @@ def test_a_look_at_both_servers_has_their_parts_and_repeats_side_by_side(tmp_pat
     with serving("none", tmp_path) as artifact, serving("none", tmp_path / "baseline") as baseline:
         figures = looked_at(artifact, baseline)
     assert len(figures.baseline_burst) == len(figures.burst)
-    assert len(figures.first) == len(figures.baseline_first) == 6
+    assert len(figures.first) == len(figures.baseline_first) == BLOCKS
     assert len(figures.last) == len(figures.baseline_last) >= 6
     assert check_at_rest(figures).status == "pass"
 
