@@ -12,7 +12,7 @@ from ...serving_check.engine.attention import (
     AttentionLayer,
     ServedLayers,
     context_length,
-    refuse_states_on_gpu,
+    refuse_on_gpu,
     served_layers,
 )
 from ...serving_check.engine.state_layers import keeps_a_state
@@ -86,11 +86,11 @@ def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -
     device: the device on which it would be served
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
-    context_length(model, min(length, checkpoint.context or length))
+    context_length(model, min(length, checkpoint.context or length), device)
     try:
         with torch.device("meta"):
             _skip_experts(model)
-            refuse_states_on_gpu(type(model).__name__, served_layers(model), device)
+            refuse_on_gpu(type(model).__name__, served_layers(model), device)
     except UserError:
         raise
     except Exception as error:

@@ -23,7 +23,9 @@ from ...kernels.attention.options import AttentionOptions
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import KVShape, LayerKV
 from ...layouts.states.state_format import StateKey, StateShape
-from .sparse_attention import CHOSEN_KEYS, dense_length, skip_indexers, unread_mask
+from .special_attention.long_rope import LONGROPE, hook_long_rope
+from .special_attention.own_attention import Alibi, attends_itself, route_attention
+from .special_attention.sparse_attention import CHOSEN_KEYS, dense_length, skip_indexers, unread_mask
 from .state_layers import StateObserver, hook_state_layers, keeps_a_state, taking_states
 from .unsupported import unsupported
 
@@ -45,7 +47,7 @@ STATE_LAYER_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_slid
 LONE_LAYER_TYPES = {"mlp", "moe"}
 """Types of layers in Nemotron-H that keep neither keys and values nor a state."""
 
-ROPE_THAT_DEPENDS_ON_THE_BATCH = {"dynamic", "longrope"}
+DYNAMIC = "dynamic"
 
 HARMLESS_ARGUMENTS = {
     "cache_position",
@@ -68,6 +70,7 @@ class AttentionLayer:
     chunk: int | None = None
     """Tokens of a chunk: a query sees the keys of its own chunk only. None if there are no chunks."""
     temperature: "Temperature | None" = None
+    alibi: Alibi | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class ServedLayers:
     attention: dict[int, AttentionLayer]
     """The attention layers by their index."""
     states: dict[StateKey, StateShape] = field(default_factory=dict)
+    original_context: int | None = None
+    """The length beyond which a request is computed with other rotary frequencies; None without LongRoPE."""
 
     @property
     def state_bytes(self) -> int:
@@ -186,6 +191,8 @@ class PagedAttention:
         layer = self.layers[index]
         if layer.temperature is not None:
             query = layer.temperature.scaled(query, self.metadata.positions)
+        if layer.alibi is not None:
+            query, key = layer.alibi.appended(query, key, self.metadata.positions, layer.options.scale)
         return self.storage[index].forward(query, key, value, self.metadata, layer.options, sinks)
 
 
@@ -209,7 +216,7 @@ class LayerObserver:
         """config: the language model's config; is_sparse: whether it has indexers, which are skipped"""
         self.architecture = architecture
         self.config = config
-        self.known = HARMLESS_ARGUMENTS | {"scaling", "sliding_window", "softcap", "s_aux"}
+        self.known = HARMLESS_ARGUMENTS | {"alibi", "scaling", "sliding_window", "softcap", "s_aux"}
         self.known |= CHOSEN_KEYS if is_sparse else set()
         self.layers: dict[int, AttentionLayer] = {}
         self.modules: dict[int, nn.Module] = {}
@@ -227,11 +234,12 @@ class LayerObserver:
             if name not in self.known and argument is not None and argument is not False:
                 raise self._refusal(f"layer {index} passes {name!r} to its attention")
         scale, chunk = options.get("scaling"), self._chunk(index)
+        alibi = None if options.get("alibi") is None else Alibi.of(options["alibi"])
         self.modules[index] = module
         self.layers[next_call(index, self._calls)] = AttentionLayer(
             KVShape(
                 key.shape[1],
-                key.shape[3],
+                key.shape[3] + (0 if alibi is None else 2),
                 value.shape[3],
                 key.dtype,
                 query.shape[1],
@@ -244,6 +252,7 @@ class LayerObserver:
             ),
             chunk,
             _take_temperature(module),
+            alibi,
         )
         batch, heads, tokens, _ = query.shape
         return value.new_zeros(batch, tokens, heads, value.shape[3])
@@ -271,13 +280,18 @@ def _take_temperature(module: nn.Module) -> Temperature | None:
     return cast(Temperature, module.paged_temperature)
 
 
-def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
-    """Return the longest context of a request: `max_model_len` if given, else the model's own limit."""
+def context_length(
+    model: PreTrainedModel, max_model_len: int | None, device: torch.device | None = None
+) -> int:
+    """Return the longest context of a request: `max_model_len` if given, else the model's own limit.
+
+    device: where the model will be served, if that is not where it is
+    """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, architecture, config)
-    context = getattr(config, "max_position_embeddings", None)
-    if context is None and not any(keeps_a_state(module) for module in model.modules()):
+    context = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    if context is None and not any(keeps_a_state(each) or attends_itself(each) for each in model.modules()):
         raise unsupported(architecture, "its config says no max_position_embeddings")
     if context is None:
         context = max_model_len or UNSTATED_CONTEXT
@@ -288,7 +302,7 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
             )
     if max_model_len is not None and max_model_len > context:
         raise UserError(f"max_model_len={max_model_len} is more than the model's context of {context} tokens")
-    served, reason = min(_limits(config, context))
+    served, reason = min(_limits(config, context, device or model.device))
     if (max_model_len or 0) > served:
         raise unsupported(
             architecture,
@@ -303,7 +317,7 @@ def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
     return max_model_len or served
 
 
-def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
+def _limits(config: Any, context: int, device: torch.device) -> Iterator[tuple[int, str]]:
     """Yield the context lengths up to which the model can be served, each with what would change beyond
     it.
     """
@@ -312,11 +326,21 @@ def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
         length = dense_length(config, layer_type)
         if length is not None:
             yield length, "its attention is sparse"
+    original = _original_context(config)
+    if original is not None and device.type == "cuda":
+        yield original, "requests have other rotary frequencies (longrope), which a CPU serves so far"
     for rope in _rope_parameters(config):
-        kind = rope.get("rope_type")
-        if kind in ROPE_THAT_DEPENDS_ON_THE_BATCH:
+        if rope.get("rope_type") == DYNAMIC:
             limit = rope.get("original_max_position_embeddings") or context
-            yield limit, f"its {kind!r} position encoding depends on the rest of the batch"
+            yield limit, f"its {DYNAMIC!r} position encoding depends on the rest of the batch"
+
+
+def _original_context(config: Any) -> int | None:
+    """Return the length beyond which requests have other rotary frequencies; None without LongRoPE."""
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == LONGROPE:
+            return cast(int, rope["original_max_position_embeddings"])
+    return None
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
@@ -332,20 +356,13 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    model.set_attn_implementation(IMPLEMENTATION)
+    _route_attention(model, config)
     hook_state_layers(model, architecture)
     _tell_shared_layers_their_index(model)
     observer, states = LayerObserver(architecture, config, skip_indexers(model)), StateObserver()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with torch.inference_mode(), taking_calls(observer), taking_states(states):
-        model(
-            input_ids=tokens,
-            position_ids=torch.arange(2, device=model.device)[None],
-            attention_mask=unread_mask(model, model.device),
-            use_cache=False,
-            logits_to_keep=1,
-            paged=observer,
-        )
+        _run(model, architecture, tokens, observer)
     count = config.num_hidden_layers
     served = _served(config, count, set(observer.layers), {key.layer for key in states.shapes})
     if served != count:
@@ -355,15 +372,54 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
         )
     for index, module in observer.modules.items():
         module.register_buffer(LAYER_INDEX, torch.tensor(index, device="cpu"), persistent=False)
-    found = ServedLayers(observer.layers, states.shapes)
-    refuse_states_on_gpu(architecture, found, model.device)
+    original_context = _original_context(config)
+    if original_context is not None:
+        hook_long_rope(model, original_context)
+    found = ServedLayers(observer.layers, states.shapes, original_context)
+    refuse_on_gpu(architecture, found, model.device)
     return found
 
 
-def refuse_states_on_gpu(architecture: str, layers: ServedLayers, device: torch.device) -> None:
-    """Raise UserError if layers have states, and the device is a GPU."""
-    if layers.states and device.type == "cuda":
+def _run(model: PreTrainedModel, architecture: str, tokens: torch.Tensor, observer: LayerObserver) -> None:
+    """Run tokens [1, T] through the model. Raise UserError if its forward cannot be run like this."""
+    try:
+        model(
+            input_ids=tokens,
+            position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None],
+            attention_mask=unread_mask(model, tokens.device),
+            use_cache=False,
+            logits_to_keep=1,
+            paged=observer,
+        )
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        # transformers raises whatever a config that lacks something, or a class of another kind, breaks. What
+        # cannot be run on the meta device may run on another.
+        if isinstance(error, RuntimeError) and tokens.is_meta:
+            raise
+        raise unsupported(
+            architecture, f"its forward raises {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _route_attention(model: PreTrainedModel, config: Any) -> None:
+    if not any(map(attends_itself, model.modules())):
+        model.set_attn_implementation(IMPLEMENTATION)
+        return
+    if model.device.type == "cuda":
+        logger.warning(f"{type(model).__name__} computes attention itself, and was run on CPUs only so far")
+    # For such classes transformers would only warn. Without the name it would make masks, which nobody reads.
+    config._attn_implementation_internal = IMPLEMENTATION
+    route_attention(model, lambda *args, **options: paged_attention_forward(*args, **options)[0])
+
+
+def refuse_on_gpu(architecture: str, layers: ServedLayers, device: torch.device) -> None:
+    """Raise UserError if the device is a GPU, and layers have states or ALiBi."""
+    if device.type != "cuda":
+        return
+    if layers.states:
         raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
+    if any(layer.alibi is not None for layer in layers.attention.values()):
+        raise unsupported(architecture, "attention with ALiBi is served on a CPU only so far")
 
 
 def _served(config: Any, count: int, attending: set[int], with_states: set[int]) -> int:
@@ -404,7 +460,7 @@ def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) 
     # transformers' flag for backends says too little: whether every layer uses the interface is seen later.
     decoder = model.get_decoder()
     decides = decoder if isinstance(decoder, PreTrainedModel) else model
-    if not decides._can_set_attn_implementation():
+    if not decides._can_set_attn_implementation() and not any(map(attends_itself, model.modules())):
         raise unsupported(architecture, "its attention does not go through transformers' AttentionInterface")
 
 

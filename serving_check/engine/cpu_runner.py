@@ -55,17 +55,20 @@ class CpuRunner:
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """Run decoding and prefill separately, although `run` would take a mixed batch too."""
+        """Run decoding and prefill separately, although `run` would take a mixed batch too. Long requests
+        are separate in any case.
+        """
+        kinds = schedule.by_length_kind()
         if self._keeps_bits:
-            return schedule.in_passes(CPU_ROWS)
-        apart = (Schedule(schedule.decode, []), Schedule([], schedule.prefill))
+            return [batch for kind in kinds for batch in kind.in_passes(CPU_ROWS)]
+        apart = [part for kind in kinds for part in (Schedule(kind.decode, []), Schedule([], kind.prefill))]
         return [batch for batch in apart if batch.num_tokens]
 
     def run(self, batch: Schedule) -> StepResult:
         """Run a batch. The tokens have been drawn when this returns."""
         sequences, shape = batch.sampled, self._shape(batch)
         step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
-        logits = self._forward(step.token_ids, step.attention, step.logits_indices)
+        logits = self._forward(step.token_ids, step.attention, step.logits_indices, batch.is_long)
         rows: slice | list[int] = slice(0, len(sequences))
         scored: list[tuple[PrefillChunk, Tensor]] = []
         if batch.is_scored:

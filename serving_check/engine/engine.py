@@ -102,7 +102,7 @@ class Engine:
         self.runner = _build_runner(model, layers.attention, self.pool, options)
         chunk, chunk_while_decoding = options.chunks(on_gpu)
         replays = on_gpu and options.batch_invariance == "pin"
-        self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding, replays)
+        self.scheduler = Scheduler(self.pool, chunk, chunk_while_decoding, replays, layers.original_context)
         self.jit_monitor = JitMonitor(options.jit_monitor)
         self._overlapped = options.overlapped and on_gpu
         self._sequences: dict[str, Sequence] = {}

@@ -27,7 +27,8 @@ from .attention import (
 )
 from .compiling.compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
 from .compiling.cross_layer_fusion import fuse_across_layers
-from .sparse_attention import unread_mask
+from .special_attention.long_rope import long_requests
+from .special_attention.sparse_attention import unread_mask
 from .state_layers import StepStates, taking_states
 
 
@@ -59,16 +60,21 @@ class Forward:
         self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
 
     def __call__(
-        self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor | None,
+        is_long: bool = False,
     ) -> Tensor:
-        """Map token_ids int64 [T] to logits [L, V] of the tokens logits_indices, int64 [L]; None for all
-        T.
+        """Map token_ids int64 [T] to logits [L, V] of the tokens logits_indices, int64 [L]; None for all T.
+
+        is_long: whether the requests are longer than the original context of a model with LongRoPE
         """
         step = PagedAttention(self.layers, self.storage, metadata)
         if self.as_op:
             return self._run_with_op(token_ids, metadata.positions, step, logits_indices)
         is_column = logits_indices is None
-        with taking_states(StepStates(self.states, metadata)):
+        with taking_states(StepStates(self.states, metadata)), long_requests(is_long):
             logits = self._run(token_ids, metadata.positions, step, logits_indices, int(is_column))
         return logits.flatten(0, 1)
 

@@ -55,6 +55,24 @@ class Schedule:
         """
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
+    def by_length_kind(self) -> "list[Schedule]":
+        """Return the work of long requests and of all others apart, as far as there is any."""
+        kinds = [
+            Schedule(
+                [sequence for sequence in self.decode if sequence.is_long == is_long],
+                [chunk for chunk in self.prefill if chunk.sequence.is_long == is_long],
+            )
+            for is_long in (False, True)
+        ]
+        return [schedule for schedule in kinds if schedule.num_tokens]
+
+    @property
+    def is_long(self) -> bool:
+        """Say whether its requests are long, which is the same for all of them."""
+        return any(
+            sequence.is_long for sequence in [*self.decode, *(chunk.sequence for chunk in self.prefill)]
+        )
+
     def in_passes(self, tokens: int) -> "list[Schedule]":
         """Yield the schedule's work in passes of at most `tokens`: decoding first, then prefill chunks, cut
         to fit.
@@ -103,12 +121,25 @@ class Scheduler:
     With `pin` on a GPU, tokens that a preempted request had decoded are decoded again, one in a step. Prefill
     uses another kernel, which would give other bits.
 
+    A request that grows beyond the original context of a model with LongRoPE is computed again: it keeps its
+    row and pages.
+
     After a failed step, requests without a token are suspects: each is tried without other such requests.
     """
 
-    def __init__(self, pool: KVPool, prefill_chunk: int, chunk_while_decoding: int, replays: bool = False):
-        """replays: after a preemption, decode the decoded tokens once more instead of prefilling them."""
+    def __init__(
+        self,
+        pool: KVPool,
+        prefill_chunk: int,
+        chunk_while_decoding: int,
+        replays: bool = False,
+        original_context: int | None = None,
+    ):
+        """replays: after a preemption, decode the decoded tokens once more instead of prefilling them.
+        original_context: the length beyond which a request is long; None without LongRoPE
+        """
         self.pool = pool
+        self.original_context = original_context
         self.replays = replays
         self.prefill_chunk = prefill_chunk
         self.chunk_while_decoding = chunk_while_decoding
@@ -127,6 +158,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> Schedule:
+        for sequence in self.running:
+            if self._outgrows(sequence) and not sequence.is_long:
+                sequence.is_long, sequence.num_computed = True, 0
         self._grow_or_preempt()
         decode: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -148,6 +182,9 @@ class Scheduler:
         self.running = []
         self.waiting = deque(sequences)
         self.suspects = sum(sequence.is_suspect for sequence in self.waiting)
+
+    def _outgrows(self, sequence: Sequence) -> bool:
+        return self.original_context is not None and sequence.length > self.original_context
 
     def _grow_or_preempt(self) -> None:
         """Give each decoding sequence a page for its last token, preempting later ones if necessary."""
@@ -184,6 +221,7 @@ class Scheduler:
             if self.waiting[0].is_scored and not scored:
                 break
             sequence = self.waiting.popleft()
+            sequence.is_long = self._outgrows(sequence)
             self.pool.admit(sequence)
             self.running.append(sequence)
             chunks.append(self._chunk(sequence, budget, scored))

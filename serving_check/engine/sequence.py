@@ -30,6 +30,8 @@ class Sequence:
     """The position of its output in its grammar, as far as the host knows its tokens."""
     num_computed: int = 0
     """Number of tokens whose keys and values are in the pool."""
+    is_long: bool = False
+    """Whether its keys are computed as those of a request beyond the original context (LongRoPE)."""
     has_left: bool = False
     """Whether it has left the scheduler: finished, aborted, or its last token is in flight."""
     row: int | None = None

@@ -47,9 +47,12 @@ DSA = LATENT | EXPERTS | GROUPS | INDEXER
 
 FAMILIES = {
     "afmoe": HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1},
+    "bloom": {"hidden_size": 48, "num_attention_heads": 3, "tie_word_embeddings": False},
+    "codegen": {"rotary_dim": 4, "n_ctx": 256},
     "deepseek_v32": DSA,
     "diffllama": HEADS,
-    "glm_moe_dsa": DSA,
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": HEADS
     | {"layer_types": ["full_attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0}
     | {
@@ -70,11 +73,14 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 def tiny_model(model_type: str, **changes) -> PreTrainedModel:
     torch.manual_seed(5)
-    config = AutoConfig.for_model(model_type, **SIZES, **(FAMILIES[model_type] | changes))
+    config = AutoConfig.for_model(model_type, **SIZES | FAMILIES[model_type] | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 0.25)
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                parameter.normal_(0.0, 0.25)
     return model
 
 

@@ -8,9 +8,9 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams, StepOutput
 from transformers import (
     AutoModelForCausalLM,
-    FalconConfig,
     GPT2Config,
     LlamaConfig,
+    OpenAIGPTConfig,
     Qwen3Config,
     RwkvConfig,
 )
@@ -27,13 +27,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 64,
-}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 
 
 def make_model(config=None):
@@ -259,8 +253,8 @@ def test_a_context_longer_than_the_models_is_refused():
     [
         (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "RwkvForCausalLM: it keeps a"),
         (
-            FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1),
-            "FalconForCausalLM: its attention",
+            OpenAIGPTConfig(vocab_size=64, n_embd=32, n_head=4, n_layer=1),
+            "OpenAIGPTLMHeadModel: its attention",
         ),
     ],
 )
@@ -271,8 +265,8 @@ def test_what_paged_attention_cannot_serve_is_refused_by_name(config, reason: st
 
 
 def test_a_position_encoding_that_depends_on_the_batch_is_served_where_it_does_not():
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=LONGROPE))
-    reason = "past 64 tokens its 'longrope' position encoding depends on the rest of the batch"
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=DYNAMIC))
+    reason = "past 64 tokens its 'dynamic' position encoding depends on the rest of the batch"
     with pytest.raises(UserError, match=f"{reason}; requests of at most 64 tokens"):
         Engine(model, EngineOptions(max_num_seqs=1, max_model_len=65), frozenset())
     engine = Engine(model, EngineOptions(max_num_seqs=1), frozenset())

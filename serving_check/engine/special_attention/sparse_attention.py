@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .own_attention import NEEDS_A_MASK
+
 INDEXER = "indexer"
 """The name of the module that chooses keys, in models of transformers."""
 
@@ -50,11 +52,14 @@ def skip_indexers(model: PreTrainedModel) -> bool:
 
 
 def unread_mask(model: nn.Module, device: torch.device) -> Tensor | None:
-    """Returns an attention mask for models with indexers: each indexer gets a slice of it, and no code reads
+    """Return an attention mask that no code reads, for models that take no None: each indexer gets a slice of
     it.
     """
-    has_indexer = any(name.rpartition(".")[2] == INDEXER for name, _ in model.named_modules())
-    return torch.zeros(1, 1, 1, 1, device=device) if has_indexer else None
+    needs_one = any(
+        name.rpartition(".")[2] == INDEXER or type(module).__name__ == NEEDS_A_MASK
+        for name, module in model.named_modules()
+    )
+    return torch.zeros(1, 1, 1, 1, device=device) if needs_one else None
 
 
 def _choose_nothing(hidden_states: Tensor, *_: object, **__: object) -> Tensor:
