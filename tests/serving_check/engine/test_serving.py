@@ -285,6 +285,17 @@ def test_an_unknown_attention_argument_is_refused_by_name(monkeypatch: pytest.Mo
         Engine(model, EngineOptions(max_num_seqs=1), frozenset())
 
 
+def test_a_forward_that_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    model = make_model()
+
+    def forward(*_: object, pixel_values: torch.Tensor, **__: object) -> None:
+        """Wants an image, as BLIP-2 does."""
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(UserError, match=r"Qwen3ForCausalLM: its forward raises TypeError: .*'pixel_values'"):
+        Engine(model, EngineOptions(max_num_seqs=1), frozenset())
+
+
 def test_gpt2_learned_positions_are_served_exactly():
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     model = make_model(config)
