@@ -235,9 +235,10 @@ def _fused_experts(
     owner_name, _, leaf = assignment.target.rpartition(".")
     experts, first, second = checkpoint.tensors[name].shape
     operations = list(assignment.converter.operations) if assignment.converter else []
-    transposed = _is_transposed(checkpoint, assignment, owner)
+    stored, parameter = list(checkpoint.tensors[name].shape), owner._parameters[leaf]
+    transposed = _is_transposed(owner) ^ (len(_turns(operations, stored, parameter)) % 2 == 1)
     known = len(checkpoint.tensors[name].shape) == 3 and leaf in EXPERT_PARAMETERS
-    _refuse_fused_shape(checkpoint, name, owner._parameters[leaf], operations)
+    _refuse_fused_shape(checkpoint, name, parameter, operations)
     turns = any(isinstance(op, Interleave) and op.dim == 1 and not op.inverse for op in operations)
     alone = _stacked_alone(assignment, name)
     if not known or not (alone or turns or all(isinstance(op, Transpose) for op in operations)):
@@ -317,18 +318,27 @@ def _refuse_fused_shape(
     """Raise UserError if a tensor of all experts has neither the model's shape nor the shape that loading
     transposes.
     """
-    turns = [operation for operation in operations if isinstance(operation, Transpose)]
-    if parameter is None or len(turns) != len(operations):
+    if parameter is None or not all(isinstance(operation, Transpose) for operation in operations):
         return
     expected, shape = list(parameter.shape), list(checkpoint.tensors[name].shape)
-    for turn in turns:
+    for turn in _turns(operations, shape, parameter):
         expected[turn.dim0], expected[turn.dim1] = expected[turn.dim1], expected[turn.dim0]
     if shape != expected:
         raise UserError(f"{checkpoint.source}: {name} has shape {shape}; config.json makes it {expected}")
 
 
-def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Module) -> bool:
-    """Say whether the checkpoint's slices are [K, N]: as in the model, or since loading transposes them."""
+def _turns(
+    operations: Sequence[ConversionOps], shape: Sequence[int], parameter: nn.Parameter | None
+) -> list[Transpose]:
+    """Return the operations that transpose a tensor of this shape when it is loaded. Some leave a tensor that
+    has the model's shape already.
+    """
+    fits = parameter is not None and list(shape) == list(parameter.shape)
+    return [each for each in operations if isinstance(each, Transpose) and not (each.check_dims and fits)]
+
+
+def _is_transposed(owner: nn.Module) -> bool:
+    """Say whether the model's slices are [K, N]."""
     transposed = getattr(owner, "is_transposed", None)
     if transposed is None:
         gate_up, down = owner._parameters.get("gate_up_proj"), owner._parameters.get("down_proj")
@@ -336,9 +346,7 @@ def _is_transposed(checkpoint: Checkpoint, assignment: Assignment, owner: nn.Mod
             transposed = False
         else:
             transposed = gate_up.shape[2] == 2 * down.shape[1] and gate_up.shape[1] == down.shape[2]
-    operations = assignment.converter.operations if assignment.converter else []
-    turns = sum(isinstance(operation, Transpose) for operation in operations)
-    return bool(transposed) ^ bool(turns % 2)
+    return bool(transposed)
 
 
 def _single_expert_names(model: PreTrainedModel, target: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Mixtures of experts: single and fused expert weights are all quantized, routers never, each loads again."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from scalegate.pipeline.quantization.quantizers.int4_least_squares import quanti
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe, Rule
 from scalegate.pipeline.validation.weights import compare_weights
-from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from scalegate.tests.pipeline.quantization.tiny_families import QWEN_TOWER, ROPE
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, conversion_mapping
 from transformers.core_model_loading import Concatenate, Interleave, WeightConverter
 
 SIZES = {
@@ -126,6 +128,30 @@ def test_transposed_experts_are_grouped_along_their_inputs(tmp_path: Path) -> No
     ]
     expected = quantize_int4(weight.T.contiguous(), Int4(16)).weight.codes
     assert torch.equal(packed.view(torch.uint8), expected)
+
+
+def test_experts_that_loading_may_transpose_are_read_either_way(tmp_path: Path) -> None:
+    # The Hub's Qwen3-VL-MoE has [K, N]; what transformers saves has [N, K], and transformers reads both.
+    tower = QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    experts = MODELS["qwen3_moe"] | {"moe_intermediate_size": 48}
+    text = SIZES | experts | {"rope_parameters": ROPE}
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=tower)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    saved, hub = tmp_path / "saved", tmp_path / "hub"
+    model.save_pretrained(saved)
+    shutil.copytree(saved, hub)
+    tensors = load_file(saved / "model.safetensors")
+    turned = {
+        name: tensor.transpose(1, 2) if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+    save_file({n: t.contiguous() for n, t in turned.items()}, hub / "model.safetensors", {"format": "pt"})
+    artifacts = []
+    for source in (saved, hub):
+        quantize(source, RECIPE, source / "out", progress=False)
+        artifacts.append(load_file(source / "out" / "model.safetensors"))
+    first, other = artifacts
+    assert any(".experts.2.up_proj.weight_packed" in name for name in first)
+    assert first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoe", "gemma4_text"])
