@@ -95,6 +95,7 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     for auto_class in _auto_classes(config):
         try:
             model = _on_meta(auto_class, config, dtype)
+            _require_embeddings(model)
         except Exception as error:
             # transformers raises whatever a bad value in config.json happens to break.
             first_error = first_error or error
@@ -161,6 +162,14 @@ def _auto_classes(config: PretrainedConfig) -> dict[Any, Any]:
 def _on_meta(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("meta"):
         return auto_class.from_config(config, dtype=dtype)
+
+
+def _require_embeddings(model: PreTrainedModel) -> None:
+    """Raise ValueError for a class like Qwen2.5-Omni's, which holds models but is none."""
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise ValueError(f"{type(model).__name__} takes no tokens; the models that it holds do") from error
 
 
 def _no_class(config: PretrainedConfig) -> str:

@@ -15,7 +15,7 @@ from scalegate.layouts.packing.layout import Experts, Problem
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 ARCHITECTURES = (
     "llama",
@@ -326,6 +326,17 @@ def test_an_encoder_is_refused_as_no_causal_model(random_checkpoint, edit: Calla
         json.dumps({**config, "model_type": "vit", "architectures": ["ViTModel"]})
     )
     with pytest.raises(UserError, match="causal language model"):
+        load_model(folder, progress=False)
+
+
+def test_a_class_that_only_holds_models_is_refused_by_name(random_checkpoint, monkeypatch) -> None:
+    def embeddings(model: nn.Module) -> nn.Module:
+        """Those of Qwen2.5-Omni's whole, whose parts have embeddings of their own."""
+        raise NotImplementedError
+
+    folder = random_checkpoint("qwen2")
+    monkeypatch.setattr(Qwen2ForCausalLM, "get_input_embeddings", embeddings)
+    with pytest.raises(UserError, match=r"'qwen2'\): Qwen2ForCausalLM takes no tokens; the models that it"):
         load_model(folder, progress=False)
 
 
