@@ -29,6 +29,8 @@ from .weight_map import OUTSIDE, map_weights
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 """The kinds of transformers classes that hold a language model, the leanest first."""
+THINKER = "thinker_config"
+"""The config of the part of Qwen's omni models that generates text."""
 MESSAGE_CHARACTERS = 300
 DTYPES, TORCH = ("dtype", "torch_dtype"), "torch."
 """The config's keys for the dtype of weights, and what Python prints before the names of dtypes."""
@@ -92,9 +94,9 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     # Of a tower that is quantized, biases and norms tell: their names are as in the model.
     towers = [n for n in checkpoint.tensors if OUTSIDE.search(n) and n.endswith((".weight", ".bias"))]
     first_error: Exception | None = None
-    for auto_class in _auto_classes(config):
+    for auto_class, section in _classes_and_configs(config):
         try:
-            model = _on_meta(auto_class, config, dtype)
+            model = _on_meta(auto_class, section, dtype)
             _require_embeddings(model)
         except Exception as error:
             # transformers raises whatever a bad value in config.json happens to break.
@@ -162,6 +164,15 @@ def _auto_classes(config: PretrainedConfig) -> dict[Any, Any]:
 def _on_meta(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("meta"):
         return auto_class.from_config(config, dtype=dtype)
+
+
+def _classes_and_configs(config: PretrainedConfig) -> Iterator[tuple[Any, PretrainedConfig]]:
+    """Yield the auto classes for the config, then those for the part of an omni model that generates text."""
+    thinker = getattr(config, THINKER, None)
+    sections: list[PretrainedConfig] = [config] if thinker is None else [config, thinker]
+    for section in sections:
+        for auto_class in _auto_classes(section):
+            yield auto_class, section
 
 
 def _require_embeddings(model: PreTrainedModel) -> None:

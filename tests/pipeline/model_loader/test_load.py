@@ -15,7 +15,7 @@ from scalegate.layouts.packing.layout import Experts, Problem
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model, problems
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, Qwen2ForCausalLM
 
 ARCHITECTURES = (
     "llama",
@@ -338,6 +338,31 @@ def test_a_class_that_only_holds_models_is_refused_by_name(random_checkpoint, mo
     monkeypatch.setattr(Qwen2ForCausalLM, "get_input_embeddings", embeddings)
     with pytest.raises(UserError, match=r"'qwen2'\): Qwen2ForCausalLM takes no tokens; the models that it"):
         load_model(folder, progress=False)
+
+
+def test_of_an_omni_model_the_part_that_generates_text_is_loaded(tmp_path: Path) -> None:
+    tower = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    text = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    parts = {"audio_config": tower | {"output_dim": 64}, "vision_config": vision, "text_config": text}
+    config = AutoConfig.for_model("qwen2_5_omni", thinker_config=parts)
+    thinker = AutoModelForMultimodalLM.from_config(config.thinker_config, dtype=torch.float32).eval()
+    config.save_pretrained(tmp_path)
+    tensors = {f"thinker.{name}": tensor.contiguous() for name, tensor in thinker.state_dict().items()}
+    talker = {"talker.codec_head.weight": torch.zeros(8, 8)}
+    save_file(tensors | talker, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = load_model(tmp_path, progress=False)
+    assert type(loaded.model) is type(thinker)
+    places = torch.arange(TOKENS.shape[1]).expand(3, len(TOKENS), -1)
+    with torch.inference_mode():
+        found, expected = (
+            model(input_ids=TOKENS, position_ids=places).logits for model in (loaded.model, thinker)
+        )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu
