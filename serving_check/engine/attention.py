@@ -456,7 +456,7 @@ def _check_architecture(model: PreTrainedModel, architecture: str, config: Any) 
             raise unsupported(architecture, f"it has layers of type {layer_type!r}")
     # Of classes that may keep a state, layer types tell which models do.
     if model._is_stateful and not has_states and not _layer_types(config):
-        raise unsupported(architecture, "it keeps a recurrent state beside its keys and values")
+        raise unsupported(architecture, "it keeps a recurrent state of a kind that is not known here")
     # transformers' flag for backends says too little: whether every layer uses the interface is seen later.
     decoder = model.get_decoder()
     decides = decoder if isinstance(decoder, PreTrainedModel) else model
