@@ -46,8 +46,12 @@ OTHER_INPUTS = {
 """For each kind of input, the names of the config sections that describe a tower for it."""
 ROPES_BY_LENGTH = ("dynamic", "longrope")
 """Types of rope whose encoding of long positions depends on the longest request or the server's limit."""
-NO_WEIGHT = re.compile(r"\.rotary_emb\.inv_freq$|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$")
-"""Tensors that are no weights: old rotary caches, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
+NO_WEIGHT = re.compile(
+    r"\.rotary_emb\.inv_freq$|\.position_ids$|\.attn(\.attention)?\.(masked_)?bias$"
+    r"|\.(k|v|q|prob)_scale$|\.[kv]_proj\.output_scale$"
+)
+"""Tensors that are no weights: rotary caches, positions and causal masks that old versions of transformers
+saved, and an FP8 KV cache's scales, which `kv_cache.py` reads."""
 OTHER_KINDS = {
     "params.json": "its maker's own form (params.json)",
     "*.gguf": "llama.cpp's form (GGUF)",

@@ -98,6 +98,19 @@ def test_a_file_that_the_index_does_not_name_is_carried_and_indexed(source: Path
     assert all(torch.equal(artifact.read(name), tensor) for name, tensor in head.items())
 
 
+def test_buffers_that_old_versions_of_transformers_saved_are_no_weights(source: Path, tmp_path: Path) -> None:
+    buffers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.embeddings.position_ids": torch.arange(64).unsqueeze(0),
+        "model.layers.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(),
+        "model.layers.0.attn.attention.masked_bias": torch.tensor(-1e4),
+    }
+    add(source, buffers)
+    artifact = quantize(source, RECIPE, tmp_path / "out", progress=False)
+    assert set(artifact.quantization["kept"]["not used by the model"]) == buffers.keys()
+    assert load_model(tmp_path / "out", progress=False).model is not None
+
+
 def test_what_a_recipe_leaves_out_is_named_and_not_missed(source: Path, tmp_path: Path) -> None:
     extra = {"v_head.summary.weight": torch.randn(1, 64), "v_head.summary.bias": torch.zeros(1)}
     add(source, extra)
