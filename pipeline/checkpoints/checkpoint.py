@@ -217,14 +217,15 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
 
 def _snapshot_of(folder: Path) -> tuple[str, str] | None:
-    """Return the Hub id and the commit of a folder in a Hub cache, `models--ORG--NAME/snapshots/COMMIT`; else
-    None."""
-    place = folder.absolute()
-    commit, snapshots, repository = place.name, place.parent.name, place.parent.parent.name
-    if snapshots != "snapshots" or COMMIT.fullmatch(commit) is None:
-        return None
-    kind, *names = repository.split("--")
-    return ("/".join(names), commit) if kind == "models" and len(names) in (1, 2) and all(names) else None
+    """Return the Hub id and the commit of a folder in a Hub cache, `models--ORG--NAME/snapshots/COMMIT`, or
+    of a link to such a folder; else None."""
+    for place in (folder.absolute(), folder.resolve()):
+        commit, snapshots, repository = place.name, place.parent.name, place.parent.parent.name
+        kind, *names = repository.split("--")
+        is_snapshot = snapshots == "snapshots" and COMMIT.fullmatch(commit) is not None
+        if is_snapshot and kind == "models" and len(names) in (1, 2) and all(names):
+            return "/".join(names), commit
+    return None
 
 
 def _refuse_adapter(folder: Path) -> None:

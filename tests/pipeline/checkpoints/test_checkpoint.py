@@ -106,6 +106,9 @@ def test_a_hub_snapshot_given_by_path_keeps_its_id_and_commit(sharded: Path, tmp
         shutil.copytree(sharded, folder)
         opened = open_checkpoint(folder)
         assert (opened.public_name, opened.revision) == (found or (commit, None))
+    link = cache.with_name("link")
+    link.symlink_to(cache.with_name("models--gpt2") / "snapshots" / commit)
+    assert open_checkpoint(link).public_name == "gpt2"
     assert open_checkpoint(sharded).revision is None
 
 
