@@ -113,13 +113,16 @@ def write_gguf(checkpoint: Checkpoint, out: Path, matrices: str = BF16, progress
 
 @contextmanager
 def _room_for(out: Path) -> Iterator[None]:
+    """Raise UserError if the disk is full. numpy, which the gguf package writes tensors with, then raises an
+    OSError without a number: "4194304 requested and 3918720 written".
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UserError(
-            f"no room to write {out} ({error.strerror}); make room, or give another --out"
+            f"no room to write {out} ({error.strerror or error}); make room, or give another --out"
         ) from error
 
 

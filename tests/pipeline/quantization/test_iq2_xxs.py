@@ -2,7 +2,9 @@
 
 import errno
 import json
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -301,6 +303,20 @@ def test_a_full_disk_is_said_to_be_one(tiny_llama: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(GGUFWriter, "write_tensor_data", full)
     with pytest.raises(UserError, match="no room to write"):
         write_gguf(open_checkpoint(tiny_llama), tmp_path / "no.gguf", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_so_is_one_that_takes_a_part_of_a_tensor(tiny_llama: Path, tmp_path: Path):
+    """A limit on the size of files ends numpy's writing as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        with pytest.raises(UserError, match=r"no room to write .* requested and .* written"):
+            write_gguf(open_checkpoint(tiny_llama), tmp_path / "no.gguf", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == []
 
 
