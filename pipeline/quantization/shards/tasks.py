@@ -31,8 +31,10 @@ from ...model_loader.linear_weights import (
 from ...model_loader.reader_names import WEIGHT, names_of_unquantized, other_names
 from ...records.recipe import Recipe, Rule, matches
 from ...records.recipe_fields import EXACT, KEEP, NEAREST
+from ...records.recipe_file import load_recipe, shipped_recipes
 
 IGNORED = "ignored by the recipe"
+KEPT = "kept, since "
 SMALLEST = 32
 """The fewest inputs and outputs that vLLM's INT4 kernel for CPUs takes (`CPUWNA16LinearKernel`). Quantizing a
 smaller layer would save nothing."""
@@ -139,13 +141,13 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     fitted = _fitted(linears, chosen, (module for module in unfit if small.get(module) is None))
     for module in unfit:
         chosen.pop(module)
-        decisions[module] = fitted.get(module, f"kept, since {unfit[module]}")
+        decisions[module] = fitted.get(module, f"{KEPT}{unfit[module]}")
     chosen |= fitted
     if not chosen and recipe.kv_cache == KV_UNQUANTIZED:
         raise UserError(
             f"{checkpoint.source}: the recipe {recipe.name!r} leaves nothing to quantize in this "
-            f"{checkpoint.model_type} model ({_counted(linears, weights.others)}), and it does not quantize "
-            "keys and values; choose another recipe"
+            f"{checkpoint.model_type} model ({_counted(decisions, weights.others)}), and it does not "
+            f"quantize keys and values; choose another recipe{_that_fit([linears[m] for m in unfit])}"
         )
     quantized = {linears[module].tensor for module in chosen}
     tasks, kept = _order(checkpoint, weights, decisions)
@@ -172,13 +174,24 @@ def make_tasks(checkpoint: Checkpoint, recipe: Recipe) -> QuantizationTasks:
     )
 
 
-def _counted(linears: Collection[str], others: Mapping[str, str]) -> str:
-    """Return the number of linear weights, and of tensors that only look like linear weights: `16 × Conv1D
-    weight, not a Linear`."""
-    unlike = Counter(kind for kind in others.values() if kind.endswith(NOT_LINEAR))
-    return ", ".join(
-        [f"{len(linears)} linear weights", *(f"{count} × {kind}" for kind, count in unlike.items())]
-    )
+def _counted(decisions: Mapping[str, WeightFormat | str], others: Mapping[str, str]) -> str:
+    """Return how many linear weights stay for which reason, and the number of tensors that only look like
+    linear weights: `14 × K = 96 is no multiple of 256, 16 × Conv1D weight, not a Linear`."""
+    kept = [reason.removeprefix(KEPT) for reason in decisions.values() if isinstance(reason, str)]
+    unlike = [kind for kind in others.values() if kind.endswith(NOT_LINEAR)]
+    return ", ".join(f"{count} × {kind}" for kind, count in Counter(kept + unlike).items())
+
+
+def _that_fit(linears: Sequence[LinearWeight]) -> str:
+    """Return the formats of shipped recipes that all of `linears` can have, as the end of a sentence; empty
+    if there are none."""
+    specs = [load_recipe(name).spec for name in shipped_recipes()] if linears else []
+    fitting = {
+        spec.name
+        for spec in specs
+        if all(spec.refuses(w.n, w.k) is None or spec.nearest(w.n, w.k) is not None for w in linears)
+    } - {UNQUANTIZED.name}
+    return f", in a format that fits: {', '.join(sorted(fitting))}" if fitting else ""
 
 
 def _for_other_readers(

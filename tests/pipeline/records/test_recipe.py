@@ -264,7 +264,15 @@ def test_a_group_size_that_does_not_divide_k_names_the_module(example_checkpoint
 
 
 def test_a_recipe_that_leaves_nothing_is_refused(example_checkpoint: Path) -> None:
-    assert "nothing to quantize" in message(lambda: tasks_for(example_checkpoint, ignore=("*",)))
+    found = message(lambda: tasks_for(example_checkpoint, ignore=("*",)))
+    assert "nothing to quantize" in found and "29 × ignored by the recipe" in found
+
+
+def test_where_a_format_fits_no_layer_the_reasons_and_formats_that_fit_are_named(tmp_path: Path) -> None:
+    source = make_text(tmp_path, "llama", hidden_size=104, head_dim=26, intermediate_size=204)
+    found = message(lambda: tasks_for(source, spec=IQ2XXS(), fit="nearest"))
+    assert all(f"{reason} is no multiple of 256" in found for reason in ("12 × K = 104", "2 × K = 204"))
+    assert found.endswith("choose another recipe, in a format that fits: fp8, int8")
 
 
 def test_a_tied_head_is_kept_unless_asked_for(example_checkpoint: Path) -> None:
