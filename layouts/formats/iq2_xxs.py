@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.iq2_xxs.grid import LENGTH, SIGN_PATTERNS, grid, signs
+from .int4 import Int4
 from .weight_format import WEIGHT_FORMATS, Weight
 
 SUPER_BLOCK, BLOCK = 256, 32
@@ -37,8 +38,11 @@ class IQ2XXS:
     def refuses(self, n: int, k: int) -> str | None:
         return f"K = {k} is no multiple of {SUPER_BLOCK}" if k % SUPER_BLOCK else None
 
-    def nearest(self, n: int, k: int) -> None:
-        return None
+    def nearest(self, n: int, k: int) -> Int4 | None:
+        """Return symmetric INT4 in groups of 32; for such a K llama.cpp too takes four bits in blocks of 32
+        (IQ4_NL).
+        """
+        return None if k % BLOCK else Int4(BLOCK, symmetric=True)
 
     def beside_experts(self) -> "IQ2XXS":
         return self

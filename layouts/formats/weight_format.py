@@ -59,7 +59,8 @@ class WeightFormat(Hashable, Protocol):
         ...
 
     def nearest(self, n: int, k: int) -> "WeightFormat | None":
-        """Return a spec of the same format that a weight [n, k] can have; None if there is none."""
+        """Return the spec that a weight [n, k] gets if it cannot have this one: of the same format, or of one
+        that stands in for it; None if there is none."""
         ...
 
     def beside_experts(self) -> "WeightFormat":

@@ -19,9 +19,9 @@ import click
 def command(model: str, out: Path, matrices: str, revision: str | None) -> None:
     """Write MODEL, an artifact or a checkpoint, as one GGUF file for llama.cpp.
 
-    IQ2_XXS weights are copied bit for bit. Matrices in other formats are written as BF16, or rounded to Q8_0.
-    For Q4_K and other K-quants, write BF16 and run llama.cpp's llama-quantize on the file. MODEL can be a
-    Llama, Mistral, Qwen2 or Qwen3 model.
+    IQ2_XXS weights are copied bit for bit, and symmetric INT4 in groups of 32 becomes Q4_0. Matrices in other
+    formats are written as BF16, or rounded to Q8_0. For Q4_K and other K-quants, write BF16 and run
+    llama.cpp's llama-quantize on the file. MODEL can be a Llama, Mistral, Qwen2 or Qwen3 model.
 
     \b
     Examples:

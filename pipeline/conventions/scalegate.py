@@ -2,8 +2,10 @@
 
 `quantization_config` is `{"quant_method": "scalegate", "format": "iq2-xxs", "modules": [...], "ignore":
 [...]}`, and a module's tensors are those of its format: `<module>.weight_words` int32 [N, K/16],
-`<module>.weight_scale` fp16 [N, K/256]. Other engines do not read this convention; `pipeline gguf` writes
-what llama.cpp reads.
+`<module>.weight_scale` fp16 [N, K/256]. Layers whose K 256 does not divide are in the section's
+`"others": {"int4-g32": [...]}`: `<module>.weight_codes`, `.weight_scale` and `.weight_zero_point` of
+`layouts/formats/int4.py`. Other engines do not read this convention; `pipeline gguf` writes what llama.cpp
+reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from ...base.errors import UserError
 from ...layouts.formats.input_format import InputFormat
-from ...layouts.formats.iq2_xxs import IQ2XXS
+from ...layouts.formats.int4 import Int4
+from ...layouts.formats.iq2_xxs import BLOCK, IQ2XXS
 from ...layouts.formats.weight_format import Weight, WeightFormat, weight_of
 from ..checkpoints.checkpoint import Checkpoint
 from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
@@ -22,6 +25,8 @@ from .stored import refuse_shape, require_tensor
 
 METHOD = "scalegate"
 SPECS: dict[str, WeightFormat] = {IQ2XXS.name: IQ2XXS()}
+OTHERS: dict[str, WeightFormat] = {f"int4-g{BLOCK}": Int4(BLOCK, symmetric=True)}
+"""What stands in for a format in layers that cannot have it, by the name in the section's `others`."""
 PREFIX = ".weight_"
 META = torch.device("meta")
 
@@ -35,24 +40,38 @@ class Scalegate(ExportDefaults):
 
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         config = checkpoint.quantization_config or {}
-        name, modules = config.get("format"), config.get("modules")
+        name, others = config.get("format"), config.get("others", {})
         if name not in SPECS:
             raise UserError(
                 f"{checkpoint.source}: config.json declares {METHOD} with format {name!r}; "
                 f"the format has to be one of {', '.join(SPECS)}"
             )
-        if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
-            raise UserError(f"{checkpoint.source}: config.json declares {METHOD} and no list of `modules`")
-        return {module: _stored(checkpoint, module, SPECS[name]) for module in modules}
+        if not isinstance(others, dict) or not others.keys() <= OTHERS.keys():
+            raise UserError(
+                f"{checkpoint.source}: config.json declares {METHOD} with `others` {others!r}; it has to "
+                f"list modules by format: {', '.join(OTHERS)}"
+            )
+        found: dict[str, StoredWeight] = {}
+        for format_name, modules in ({name: config.get("modules")} | others).items():
+            if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+                raise UserError(
+                    f"{checkpoint.source}: config.json declares {METHOD} and no list of `modules`"
+                )
+            spec = (SPECS | OTHERS)[format_name]
+            found |= {module: _stored(checkpoint, module, spec) for module in modules}
+        return found
 
     def claims(self, checkpoint: Checkpoint, module: str) -> bool:
-        return module in (checkpoint.quantization_config or {}).get("modules", [])
+        config = checkpoint.quantization_config or {}
+        return any(
+            module in modules for modules in (config.get("modules", []), *config.get("others", {}).values())
+        )
 
     def excludes(self, checkpoint: Checkpoint, module: str) -> str | None:
         return module if module in (checkpoint.quantization_config or {}).get("ignore", []) else None
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
-        if spec.name in SPECS:
+        if spec in (*SPECS.values(), *OTHERS.values()):
             return None
         return f"{METHOD} is written in {', '.join(SPECS)} only, not in {spec.name}; leave --export out"
 
@@ -62,8 +81,13 @@ class Scalegate(ExportDefaults):
     def quantization_config(
         self, specs: Mapping[str, WeightFormat], ignore: Sequence[str], embeddings: Sequence[str] = ()
     ) -> dict[str, Any]:
-        (spec,) = set(specs.values())
-        return {"quant_method": METHOD, "format": spec.name, "modules": list(specs), "ignore": list(ignore)}
+        [(name, own)] = SPECS.items()
+        modules = [module for module, spec in specs.items() if spec == own]
+        section = {"quant_method": METHOD, "format": name, "modules": modules, "ignore": list(ignore)}
+        others = {
+            other: [module for module, spec in specs.items() if spec == it] for other, it in OTHERS.items()
+        }
+        return section | ({"others": others} if any(others.values()) else {})
 
 
 def _stored(checkpoint: Checkpoint, module: str, spec: WeightFormat) -> StoredWeight:

@@ -1,8 +1,8 @@
 """Writing a whole checkpoint as one GGUF file that llama.cpp reads, a tensor at a time.
 
-IQ2_XXS weights keep their bits. Weights in other quantized formats become BF16, since no GGUF type holds
-their numbers; unquantized tensors keep their dtype, and vectors become fp32, as llama.cpp requires. On
-request, all matrices except those in IQ2_XXS are rounded to Q8_0.
+IQ2_XXS weights keep their bits, and symmetric INT4 in groups of 32 becomes Q4_0. Weights in other quantized
+formats become BF16, since no GGUF type holds their numbers; unquantized tensors keep their dtype, and vectors
+become fp32, as llama.cpp requires. On request, all matrices that would be BF16 are rounded to Q8_0.
 """
 
 import errno
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import gguf
 import numpy as np
@@ -20,12 +21,23 @@ from torch import Tensor
 from ...base.atomic_files import atomic_path
 from ...base.errors import UserError
 from ...base.progress import progress_bar
+from ...layouts.formats.int4 import Int4, Int4Weight
 from ...layouts.formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
+from ...layouts.formats.weight_format import Weight
 from ..checkpoints.checkpoint import NO_WEIGHT, Checkpoint
 from ..conventions.convention import StoredWeight
 from ..conventions.declared import stored_weights
 from .architecture import Architecture
-from .blocks import BLOCK_BYTES, Q8_0_BYTES, Q8_0_COLUMNS, to_blocks, to_q8_0
+from .blocks import (
+    BLOCK_BYTES,
+    Q4_0_BYTES,
+    Q4_0_COLUMNS,
+    Q8_0_BYTES,
+    Q8_0_COLUMNS,
+    to_blocks,
+    to_q4_0,
+    to_q8_0,
+)
 from .tokenizer import write_tokenizer
 
 BF16, Q8_0 = "bf16", "q8_0"
@@ -171,24 +183,37 @@ def _rounded(tensor: GGUFTensor, matrices: str) -> GGUFTensor:
 
 def _quantized(architecture: Architecture, name: str, stored: StoredWeight) -> GGUFTensor:
     (n, k), order = stored.shape, architecture.row_order(name)
-    if isinstance(stored.spec, IQ2XXS):
+    gguf_name = architecture.tensor_name(name)
 
-        def read_blocks() -> np.ndarray:
-            weight = stored.read()
-            if not isinstance(weight, IQ2XXSWeight):
-                raise ValueError(f"{name} is no IQ2_XXS weight")
-            tensors = {part: _ordered(tensor, order) for part, tensor in weight.tensors().items()}
-            return to_blocks(weight.with_tensors(tensors))
-
-        byte_shape = n, k // IQ2XXS.column_multiple * BLOCK_BYTES
-        gguf_name = architecture.tensor_name(name)
-        return GGUFTensor(gguf_name, GGMLQuantizationType.IQ2_XXS, byte_shape, read_blocks)
+    def read_ordered() -> Weight:
+        weight = stored.read()
+        if isinstance(weight, Tensor):
+            raise ValueError(f"{name} is no {stored.spec.label} weight")
+        return weight.with_tensors(
+            {part: _ordered(tensor, order) for part, tensor in weight.tensors().items()}
+        )
 
     def read_dense() -> np.ndarray:
         weight = stored.read()
         return _bytes(_ordered(weight if isinstance(weight, Tensor) else weight.dequantize(), order))
 
-    return GGUFTensor(architecture.tensor_name(name), GGMLQuantizationType.BF16, (n, 2 * k), read_dense)
+    if isinstance(stored.spec, IQ2XXS):
+        byte_shape = n, k // IQ2XXS.column_multiple * BLOCK_BYTES
+        return GGUFTensor(
+            gguf_name,
+            GGMLQuantizationType.IQ2_XXS,
+            byte_shape,
+            lambda: to_blocks(cast(IQ2XXSWeight, read_ordered())),
+        )
+    if stored.spec == Int4(Q4_0_COLUMNS, symmetric=True):
+        byte_shape = n, k // Q4_0_COLUMNS * Q4_0_BYTES
+        return GGUFTensor(
+            gguf_name,
+            GGMLQuantizationType.Q4_0,
+            byte_shape,
+            lambda: to_q4_0(cast(Int4Weight, read_ordered())),
+        )
+    return GGUFTensor(gguf_name, GGMLQuantizationType.BF16, (n, 2 * k), read_dense)
 
 
 def _ordered(tensor: Tensor, order: Tensor | None) -> Tensor:

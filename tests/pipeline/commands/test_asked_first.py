@@ -89,7 +89,6 @@ def test_little_memory_beside_the_weights(
         ({"baseline": "./absent"}, "there is no folder ./absent"),
         ({"rival": "./absent"}, "there is no folder ./absent"),
         ({"input_len": 500}, "do not fit the 512 tokens"),
-        ({"rival": "iq2-xxs"}, "the recipe 'iq2-xxs' leaves nothing to quantize"),
     ],
 )
 def test_what_cannot_be_opened_served_or_made(
@@ -97,6 +96,12 @@ def test_what_cannot_be_opened_served_or_made(
 ) -> None:
     with pytest.raises(UserError, match=said):
         asking(**options)
+
+
+def test_a_rival_that_would_stay_as_it_is(asking: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "none.yaml").write_text("format: int8\nignore: ['*']\n")
+    with pytest.raises(UserError, match="the recipe 'none' leaves nothing to quantize"):
+        asking(rival=str(tmp_path / "none.yaml"))
 
 
 def test_a_text_that_cannot_be_read(

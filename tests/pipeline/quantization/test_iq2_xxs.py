@@ -16,6 +16,7 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 from scalegate.base.errors import UserError
 from scalegate.kernels.iq2_xxs.grid import grid
+from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.cli.main import main
@@ -24,10 +25,12 @@ from scalegate.pipeline.conventions.all_conventions import convention_of
 from scalegate.pipeline.gguf_file.blocks import BLOCK_BYTES, SCALE_BYTES
 from scalegate.pipeline.gguf_file.write import write_gguf
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.quantization.quantizers.int4_least_squares import quantize_int4
 from scalegate.pipeline.quantization.quantizers.iq2_xxs_search import quantize_iq2_xxs
 from scalegate.pipeline.quantization.solvers.importance import importance_of_columns
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe
+from scalegate.tests.pipeline.quantization.tiny_families import make_text
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -161,11 +164,61 @@ def test_tensors_that_are_not_what_the_format_makes_them_are_refused(
         convention_of(checkpoint).modules(checkpoint)
 
 
-def test_a_width_that_does_not_fit_is_refused_with_the_rule_that_keeps_it(tmp_path: Path, tiny_llama: Path):
+def test_a_width_that_does_not_fit_is_refused_with_the_rule_that_fits(tmp_path: Path, tiny_llama: Path):
     recipe = tmp_path / "strict.yaml"
     recipe.write_text("format: iq2-xxs\n")
-    with pytest.raises(UserError, match=r"K = 96 is no multiple of 256; give the recipe `ignore"):
+    with pytest.raises(
+        UserError, match=r"K = 96 is no .* a rule .* with `format: int4` and `group_size: 32`"
+    ):
         quantize(tiny_llama, str(recipe), tmp_path / "out", progress=False)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose layers have a K of 256, but one, which has 96."""
+    folder = tmp_path_factory.mktemp("mixed")
+    source = make_text(folder / "source", "llama", hidden_size=256, head_dim=64, intermediate_size=96)
+    quantize(source, "iq2-xxs", folder / "out", progress=False)
+    return folder / "out"
+
+
+def test_a_width_that_256_does_not_divide_gets_four_bits_as_in_llama_cpp(mixed: Path):
+    checkpoint, source = open_checkpoint(mixed), open_checkpoint(mixed.parent / "source")
+    section = checkpoint.config["quantization_config"]
+    narrow = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+    assert section["quant_method"] == "scalegate" and section["others"] == {"int4-g32": narrow}
+    stored = convention_of(checkpoint).modules(checkpoint)
+    assert len(stored) == 14 and {m for m in stored if stored[m].spec == Int4(32, symmetric=True)} == {
+        *narrow
+    }
+    expected = quantize_int4(source.read(f"{narrow[0]}.weight"), Int4(32, symmetric=True)).weight
+    assert torch.equal(stored[narrow[0]].read().dequantize(), expected.dequantize())
+    loaded = load_model(mixed, progress=False, dtype=torch.float32)
+    plain = load_model(mixed, progress=False, dtype=torch.float32, layout="dequantize")
+    tokens = torch.arange(3, 40).view(1, -1)
+    found, dequantized = loaded.model(tokens).logits, plain.model(tokens).logits
+    assert (found - dequantized).norm() <= 1e-4 * dequantized.norm()
+
+
+def test_gguf_has_its_four_bits_as_q4_0(mixed: Path, tmp_path: Path):
+    checkpoint = open_checkpoint(mixed)
+    assert write_gguf(checkpoint, tmp_path / "m.gguf", progress=False).tensors["Q4_0"] == 2
+    stored = convention_of(checkpoint).modules(checkpoint)["model.layers.1.mlp.down_proj"].read()
+    (theirs,) = [t for t in GGUFReader(tmp_path / "m.gguf").tensors if t.name == "blk.1.ffn_down.weight"]
+    assert theirs.tensor_type == GGMLQuantizationType.Q4_0
+    assert np.array_equal(
+        dequantize(theirs.data, theirs.tensor_type), stored.dequantize(torch.float32).numpy()
+    )
+
+
+def test_formats_that_the_convention_has_not_are_refused(mixed: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(mixed, tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["others"] = {"int3-g32": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(UserError, match="has to list modules by format: int4-g32"):
+        convention_of(checkpoint).modules(checkpoint)
 
 
 def test_gguf_s_reader_lists_the_file_and_dequantizes_to_our_bits(artifact: Path, gguf_file: Path):
