@@ -20,7 +20,7 @@ from ...serving_check.gate.policy import first_lines_of
 from ..checkpoints.config_sections import refuse_malformed
 from ..quantization.calibration.calibration_names import CALIBRATION
 from ..records.artifact import REPORT_FOLDER, SIGNATURE_NAME, Artifact
-from ..records.engine_commands import TRANSFORMERS, VLLM, VLLM_FAILS, engines
+from ..records.engine_commands import TEXT_CLASS, TRANSFORMERS, VLLM, VLLM_FAILS, engines
 from ..records.sensitivity_table import plain_weights
 from ..report.names import BADGE_NAME
 from ..report.profile_table import profile_table
@@ -110,7 +110,11 @@ def _subject(folder: Path, artifact: Artifact, verdict: Verdict, name: str) -> d
 
 
 def _auto_class(model_type: str | None) -> str:
-    # What only signs or digests need not wait for transformers.
+    """Return the class of transformers that loads models of this type; only a type to look up needs its
+    import.
+    """
+    if model_type is None:
+        return TEXT_CLASS
     from ..model_loader.skeleton import auto_class_name
 
     return auto_class_name(model_type)

@@ -13,17 +13,16 @@ from typing import NamedTuple
 
 # A process has one such server, which imports what its first user names: nobody else in the tests uses it.
 FORKS = multiprocessing.get_context("forkserver")
-# `scalegate.pipeline` sets OpenMP's threads, which has to come before torch. Transformers and the Hub client
-# import the last four, which take half of a command's CPU time.
+# `scalegate.pipeline` sets OpenMP's threads, which has to come before torch. None imports the Hub client.
 FORKS.set_forkserver_preload(
     [
         "scalegate.pipeline",
         "torch",
         "scalegate.pipeline.publishing.examination",
-        "torch._dynamo",
-        "torchao.quantization",
-        "matplotlib",
+        "scalegate.pipeline.publishing.reproduce",
+        "jinja2",
         "httpx",
+        "httpx2",
     ]
 )
 

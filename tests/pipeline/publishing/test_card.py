@@ -25,6 +25,7 @@ from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.tests.pipeline.publishing.passed_artifact import (
     INT4,
     curve_point,
+    edit_json,
     make_artifact,
     passing_verdict,
 )
@@ -295,6 +296,23 @@ def test_what_readers_need_or_cannot_load_is_said(artifact, monkeypatch):
     unread["vLLM"] = "it skips experts"
     refused = card_of(artifact)
     assert "vLLM cannot load it: it skips experts." in refused and "vllm serve" not in refused
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [
+        (None, "AutoModelForCausalLM"),
+        ("qwen3", "AutoModelForCausalLM"),
+        ("llava", "AutoModelForImageTextToText"),
+    ],
+)
+def test_the_class_of_transformers_that_loads_the_model_is_named(
+    artifact, monkeypatch, model_type, auto_class
+):
+    monkeypatch.setattr(card, "unread_by", lambda *_: {})
+    edit_json(artifact / "config.json", model_type=model_type)
+    text = card_of(artifact, files=record_files(artifact))
+    assert f"from transformers import {auto_class}, AutoTokenizer\n\nmodel = {auto_class}.from_pre" in text
 
 
 def test_a_card_is_the_same_whenever_it_is_written(artifact):
