@@ -179,9 +179,9 @@ def _together(
         served = replace(served, company=_in_company(run, artifact, findings.text))
         task_scores = _task_scores(run, {"artifact": artifact, "baseline": baseline}.__getitem__)
         _require_alive(started)
-        up = run.clock.elapsed
         if is_roomy:
             scores = _score_meanwhile(functools.partial(score, findings, served), started)
+        up = run.clock.elapsed
     run.clock.add("stopping the servers", run.clock.elapsed - up)
     return findings, served, task_scores, scores
 
