@@ -106,7 +106,7 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    state, modules = model.state_dict(), dict(model.named_modules())
+    state, modules = model.state_dict(), dict(model.named_modules(remove_duplicate=False))
     prefix = model.base_model_prefix
     ignorable = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     assignments: dict[str, Assignment] = {}

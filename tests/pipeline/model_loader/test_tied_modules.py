@@ -2,6 +2,7 @@
 
 import torch
 from scalegate.pipeline.model_loader.tied_modules import share_tied_modules
+from scalegate.pipeline.model_loader.weight_map import map_weights
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
@@ -32,3 +33,18 @@ def test_a_head_tied_to_the_embedding_stays_a_module_of_its_own():
     head = model.lm_head
     share_tied_modules(model)
     assert model.lm_head is head and head is not model.model.embed_tokens
+
+
+def test_experts_that_two_layers_share_are_found_under_both_names():
+    """DiffusionGemma's encoder and decoder share theirs."""
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    with torch.device("meta"):
+        config = AutoConfig.for_model("gpt_oss", **sizes, num_hidden_layers=2)
+        model = AutoModelForCausalLM.from_config(config)
+    layers = model.get_submodule("model.layers")
+    layers[1].mlp = layers[0].mlp
+    names = [f"model.layers.{layer}.mlp.experts.0.gate_proj.weight" for layer in range(2)]
+    mapped = map_weights(model, names)
+    assert mapped.unexpected == []
+    targets = {assignment.target for assignment in mapped.assignments}
+    assert targets == {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(2)}
