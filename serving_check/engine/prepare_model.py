@@ -7,13 +7,14 @@ from transformers import PreTrainedModel
 
 from ...base.batch_invariance import TUNED
 from ...base.errors import UserError
+from ...base.option_fields import flag
 from ...layouts.choosing.linear_packing import pack_fastest, pack_linears
 from ...layouts.kv.format import require_batch_invariance
 from ...layouts.modules.experts import pack_unquantized_experts
 from ...layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
 from .attention import ServedLayers, attention_layers, served_layers
 from .compiling.compiled_layers import restore_layers
-from .options import EngineOptions
+from .options import UNQUANTIZED, EngineOptions
 from .other_products import other_products
 from .unsupported import unsupported
 
@@ -26,6 +27,7 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
     model.eval()
     restore_layers(model)
     layers = served_layers(model)
+    _require_exact_positions(type(model).__name__, layers, options)
     on_gpu, is_invariant = model.device.type == "cuda", options.batch_invariance != TUNED
     require_batch_invariance(options.kv_format, options.batch_invariance, model.device)
     if on_gpu or is_invariant:
@@ -43,6 +45,16 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
         pack_fastest(model)
         compile_norms(model)
     return layers
+
+
+def _require_exact_positions(architecture: str, layers: ServedLayers, options: EngineOptions) -> None:
+    """Raise UserError if keys that hold their positions would be rounded."""
+    if options.kv_format != UNQUANTIZED and any(layer.alibi for layer in layers.attention.values()):
+        raise unsupported(
+            architecture,
+            f"its keys hold their positions (ALiBi), which {options.kv_format} would round "
+            f"({flag('kv_cache_dtype')} {UNQUANTIZED} keeps them)",
+        )
 
 
 def _require_invariant_products(model: PreTrainedModel, options: EngineOptions) -> None:

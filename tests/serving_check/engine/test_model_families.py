@@ -107,6 +107,12 @@ def test_tokens_are_those_of_generate(family: str):
     assert any(len(set(answer)) > 3 for answer in expected)
 
 
+def test_keys_that_hold_their_positions_are_not_rounded():
+    model = tiny_model("bloom")
+    with pytest.raises(UserError, match=r"ALiBi\), which fp8 would round \(--kv-cache-dtype unquantized"):
+        Engine(model, EngineOptions(max_num_seqs=1, max_model_len=96, kv_cache_dtype="fp8"), frozenset())
+
+
 def test_sparse_attention_is_served_as_long_as_it_is_dense():
     model = tiny_model("deepseek_v32", index_topk=40)
     assert context_length(model, None) == 40
