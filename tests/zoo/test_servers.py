@@ -49,6 +49,8 @@ NAMED_LATER = ("capped_with_waiting_requests", "response_cache")
 """Quick faults of different checks, of which none hides another. The others change how long all takes."""
 SHOWN_BY_FEW_BLOCKS = "ten_times_slower"
 """The quick fault that `make test` has by itself."""
+MOST_VERDICTS = 3
+"""How often a busy machine is asked, as the gate advises where noise left a verdict open."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,7 +84,11 @@ def test_a_sound_server_passes_a_short_load_with_requests_of_every_kind(
 
 @pytest.mark.exhaustive
 def test_a_sound_server_passes(zoo: Zoo):
-    judgement = zoo.judged(workload=replace(IN_USE, max_blocks=WorkloadSettings.max_blocks), in_use=True)
+    workload = replace(IN_USE, max_blocks=WorkloadSettings.max_blocks)
+    for _ in range(MOST_VERDICTS):
+        judgement = zoo.judged(workload=workload, in_use=True)
+        if judgement.status != "inconclusive":
+            break
     assert judgement.status == "pass", not_passed(judgement)
     assert {check.name for check in judgement.checks} >= {FAULTS[name].check for name in HIDDEN}
 
