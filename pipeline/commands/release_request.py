@@ -116,8 +116,10 @@ def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
     servers would say so after hours of quantizing."""
     validation, workload = request.validation, request.workload
     if DEFAULT_ENGINE in (validation.engine, validation.engine_of_baseline):
-        length = request.engine.max_model_len or workload.input_len + workload.output_len
-        refuse_unserved(source, length, torch.device(resolve_device(request.device or AUTO)))
+        longest, device = request.engine.max_model_len, torch.device(resolve_device(request.device or AUTO))
+        # Without a length of its own, the engine's is that of the workload.
+        shorter_by = "" if longest else f"{flag('input_len')} + {flag('output_len')}"
+        refuse_unserved(source, longest or workload.input_len + workload.output_len, device, shorter_by)
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:

@@ -79,14 +79,15 @@ def state_bytes_of(checkpoint: Checkpoint) -> int | None:
     return 0 if layers is None else layers.state_bytes
 
 
-def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device) -> None:
+def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device, shorter_by: str = "") -> None:
     """Raise UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
     length: tokens of a request, prompt and answer
     device: the device on which it would be served
+    shorter_by: the options by which a user shortens requests, if not by the one for max_model_len
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
-    context_length(model, min(length, checkpoint.context or length), device)
+    context_length(model, min(length, checkpoint.context or length), device, shorter_by)
     try:
         with torch.device("meta"):
             _skip_experts(model)

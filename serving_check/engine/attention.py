@@ -281,11 +281,15 @@ def _take_temperature(module: nn.Module) -> Temperature | None:
 
 
 def context_length(
-    model: PreTrainedModel, max_model_len: int | None, device: torch.device | None = None
+    model: PreTrainedModel,
+    max_model_len: int | None,
+    device: torch.device | None = None,
+    shorter_by: str = "",
 ) -> int:
     """Return the longest context of a request: `max_model_len` if given, else the model's own limit.
 
     device: where the model will be served, if that is not where it is
+    shorter_by: the options by which a user shortens requests, if not by the one for max_model_len
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -304,10 +308,11 @@ def context_length(
         raise UserError(f"max_model_len={max_model_len} is more than the model's context of {context} tokens")
     served, reason = min(_limits(config, context, device or model.device))
     if (max_model_len or 0) > served:
+        options = shorter_by or f"{flag('max_model_len')} {served}"
         raise unsupported(
             architecture,
             f"past {served} tokens {reason}; requests of at most {served} tokens, prompt and answer "
-            f"together, are served ({flag('max_model_len')} {served})",
+            f"together, are served ({options})",
         )
     if max_model_len is None and served < context:
         logger.warning(

@@ -1,5 +1,7 @@
 """What a later stage of a release would refuse is said before anything is made, in a dry run too."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +104,19 @@ def test_a_rival_that_would_stay_as_it_is(asking: Callable[..., Any], tmp_path: 
     (tmp_path / "none.yaml").write_text("format: int8\nignore: ['*']\n")
     with pytest.raises(UserError, match="the recipe 'none' leaves nothing to quantize"):
         asking(rival=str(tmp_path / "none.yaml"))
+
+
+def test_requests_longer_than_the_engine_serves(
+    asking: Callable[..., Any], tiny: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny, tmp_path / "dynamic")
+    config = json.loads((model / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with pytest.raises(UserError, match=r"at most 64 tokens.* are served \(--input-len \+ --output-len\)"):
+        asking(model)
+    with pytest.raises(UserError, match=r"at most 64 tokens.* are served \(--max-model-len 64\)"):
+        asking(model, max_model_len=128)
 
 
 def test_a_text_that_cannot_be_read(
