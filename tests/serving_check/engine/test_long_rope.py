@@ -10,6 +10,7 @@ from scalegate.serving_check.engine.attention import context_length
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.tests.exhaustive import exhaustive_but
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig, PreTrainedModel
 
 pytestmark = pytest.mark.numeric
@@ -46,6 +47,7 @@ CONFIGS = {
 LENGTHS = 3, 25, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 70
 """Of prompts: two outgrow the original context while they are answered, and two are longer from the start."""
 NEW_TOKENS = 24
+SMALL_POOL = {"kv_cache_tokens": 128}
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -87,12 +89,12 @@ def answers(kind: str, asked: list[list[int]], **options) -> list[tuple[int, ...
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 128}, {"batch_invariance": "pin"}])
+@pytest.mark.parametrize("options", exhaustive_but([{}, SMALL_POOL, {"batch_invariance": "pin"}], SMALL_POOL))
 def test_tokens_are_those_of_transformers(options: dict) -> None:
     assert answers("phi3", prompts(), **options) == expected("phi3")
 
 
-@pytest.mark.parametrize("kind", ["phimoe", "llama"])
+@pytest.mark.parametrize("kind", exhaustive_but(["phimoe", "llama"], "phimoe"))
 def test_other_models_too(kind: str) -> None:
     assert answers(kind, prompts()) == expected(kind)
 
