@@ -123,7 +123,8 @@ def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
     if not specs:
         # vLLM refuses ModelOpt's section where no weight is quantized.
         return PLAIN if kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is None else DEFAULT_EXPORT
-    if all(EXPORTS[OWN_EXPORT].refuses(spec, "") is None for spec in specs):
+    is_widely_read = all(EXPORTS[DEFAULT_EXPORT].refuses(spec, "") is None for spec in specs)
+    if not is_widely_read and all(EXPORTS[OWN_EXPORT].refuses(spec, "") is None for spec in specs):
         return OWN_EXPORT
     is_declared = kv_declaration(EXPORTS[DEFAULT_EXPORT], kv_cache) is not None
     if not is_declared and all(EXPORTS[BLOCKS_EXPORT].refuses(spec, "") is None for spec in specs):
