@@ -22,8 +22,8 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.model_loader.load_model import load_model
 
 BOUND = 0.005
-"""Nats per token: what bf16 activations change, in the mean of some hundred tokens."""
-PROMPTS, LENGTH = 4, 100
+"""Nats per token: what bf16 activations change, in the mean of over a thousand tokens."""
+PROMPTS, LENGTH = 16, 100
 TOOL = Path(__file__).parent / "interchange_tools" / "vllm_log_probabilities.py"
 
 
