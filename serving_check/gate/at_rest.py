@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..adapters import Endpoint
 from ..adapters.prometheus_text import total
+from ..checks.in_use.at_rest import shows_growth
 from ..checks.in_use.drift import check_drift, shows_step
 from ..evidence.at_rest import PARTS_BEFORE, AtRestFigures, BurstPart, Rest
 from ..evidence.measurement import MeasuredM, Repeat
@@ -29,7 +30,8 @@ SETTLES_S = 0.2
 PARTS = 8
 """Number of parts of a burst: enough to tell a step from noise, and a leak from a heap that fills once."""
 CONFIRMING_PARTS = 4
-"""Number of further parts after what looks like a step: a step caused by the machine would not last."""
+"""Number of further parts after what looks like a step or a leak: a step caused by the machine would not
+last, and a heap is full at some time."""
 PART_S = 1.2
 """The most seconds that a part of the burst takes, if the server does not become slower."""
 MOST_IN_A_PART = 240
@@ -165,8 +167,8 @@ class _Burst:
 
     def _needs_another(self) -> bool:
         sent = len(self.parts)
-        confirms = sent < PARTS + CONFIRMING_PARTS and shows_step(self.parts, self.baseline_parts)
-        return sent < PARTS or confirms
+        suspicious = shows_step(self.parts, self.baseline_parts) or shows_growth(self.parts)
+        return sent < PARTS or (sent < PARTS + CONFIRMING_PARTS and suspicious)
 
     def _rate(self, endpoint: Endpoint) -> float:
         """Return the server's requests per second, measured with the first requests of a burst."""

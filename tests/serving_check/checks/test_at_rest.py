@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from scalegate.serving_check.checks.in_use.at_rest import MOST_BYTES_A_REQUEST, bytes_a_request, check_at_rest
+from scalegate.serving_check.checks.in_use.at_rest import (
+    MOST_BYTES_A_REQUEST,
+    bytes_a_request,
+    check_at_rest,
+    shows_growth,
+)
 from scalegate.serving_check.checks.in_use.drift import check_drift
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
 
@@ -82,6 +87,16 @@ def test_a_heap_that_grows_once_does_not_fail():
     )
     assert bytes_a_request(grown) == 0
     assert check_at_rest(replace(SOUND, burst=grown)).status == "pass"
+
+
+def test_a_heap_that_fills_late_grows_no_more_in_further_parts():
+    """Half a MiB in each of the first parts, which have few requests, as on a busy machine."""
+    requests, further = 107, 4
+    filling = burst(*WOBBLE, requests=requests, bytes_a_request=MIB / 2 / requests)
+    assert shows_growth(filling)
+    assert not shows_growth((*filling, *[filling[-1]] * further))
+    leaking = burst(*WOBBLE, *WOBBLE[:further], requests=requests, bytes_a_request=MIB / 2 / requests)
+    assert shows_growth(leaking)
 
 
 def test_few_requests_of_a_slow_server_do_not_make_a_slope():
