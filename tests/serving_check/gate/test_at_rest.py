@@ -104,9 +104,12 @@ def test_a_look_at_both_servers_has_their_parts_and_repeats_side_by_side(tmp_pat
 )
 def test_a_server_that_keeps_something_is_caught_by_what_it_keeps(tmp_path: Path, fault: str, words: str):
     with serving(fault, tmp_path) as artifact:
-        result = check_at_rest(looked_at(artifact, None))
+        figures = looked_at(artifact, None)
+    result = check_at_rest(figures)
     assert result.status == "fail"
     assert words in result.reason
+    if fault.startswith("keeps_memory"):
+        assert len(figures.burst) == at_rest.PARTS + at_rest.CONFIRMING_PARTS
 
 
 def test_a_server_that_tires_is_caught_by_burst_and_first_m(tmp_path: Path):
