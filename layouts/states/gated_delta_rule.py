@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.states.batch import StateBatch
 from .state_format import StateInputs, StateShape
 
 CHUNK, CHANNEL_CHUNK = 64, 16
@@ -45,6 +46,8 @@ class DeltaInputs(StateInputs):
 class GatedDeltaRule:
     """A state [H, K, V] in float32."""
 
+    inputs = DeltaInputs
+
     def shape(self, inputs: DeltaInputs) -> StateShape:
         heads, value_dim = inputs.value.shape[1:]
         return StateShape((heads, inputs.key.shape[2], value_dim), torch.float32)
@@ -67,6 +70,14 @@ class GatedDeltaRule:
                 query[:, part], key[:, part], value[:, part], log_decay[:, part], rate[:, part], state
             )
         return output.transpose(0, 1).to(inputs.query.dtype)
+
+    def run_kernels(self, inputs: DeltaInputs, slots: Tensor, batch: StateBatch, output: Tensor) -> None:
+        # Imported only where there is a GPU.
+        from ...kernels.states.gated_delta_rule import gated_delta_rule
+
+        gated_delta_rule(
+            inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.rate, slots, batch, output
+        )
 
 
 def _prepared(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

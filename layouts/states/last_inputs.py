@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.states.batch import StateBatch
 from .state_format import StateInputs, StateShape
 
 
@@ -25,6 +26,8 @@ class InputWindow:
     token's own input.
     """
 
+    inputs = LastInputs
+
     def shape(self, inputs: LastInputs) -> StateShape:
         return StateShape((inputs.x.shape[1], inputs.width), inputs.x.dtype)
 
@@ -37,3 +40,9 @@ class InputWindow:
         seen = torch.cat([state, inputs.x.T], 1)
         state.copy_(seen[:, seen.shape[1] - inputs.width :])
         return seen.unfold(1, inputs.width + 1, 1).transpose(0, 1)
+
+    def run_kernels(self, inputs: LastInputs, slots: Tensor, batch: StateBatch, output: Tensor) -> None:
+        # Imported only where there is a GPU.
+        from ...kernels.states.last_inputs import last_inputs
+
+        last_inputs(inputs.x, slots, batch, output)

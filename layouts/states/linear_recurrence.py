@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.states.batch import StateBatch
 from .state_format import StateInputs, StateShape, scan_by_steps
 
 
@@ -23,6 +24,8 @@ class RecurrenceInputs(StateInputs):
 class LinearRecurrence:
     """A state [C] in float32."""
 
+    inputs = RecurrenceInputs
+
     def shape(self, inputs: RecurrenceInputs) -> StateShape:
         return StateShape(tuple(inputs.x.shape[1:]), torch.float32)
 
@@ -33,3 +36,9 @@ class LinearRecurrence:
 
     def scan(self, inputs: RecurrenceInputs, state: Tensor) -> Tensor:
         return scan_by_steps(self, inputs, len(inputs.x), state)
+
+    def run_kernels(self, inputs: RecurrenceInputs, slots: Tensor, batch: StateBatch, output: Tensor) -> None:
+        # Imported only where there is a GPU.
+        from ...kernels.states.linear_recurrence import linear_recurrence
+
+        linear_recurrence(inputs.x, inputs.log_decay, slots, batch, output)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.states.batch import StateBatch
 from .state_format import StateInputs, StateShape, scan_by_steps
 
 
@@ -40,6 +41,8 @@ class Mamba1Inputs(StateInputs):
 class Mamba1:
     """A state [C, N] in float32."""
 
+    inputs = Mamba1Inputs
+
     def shape(self, inputs: Mamba1Inputs) -> StateShape:
         return StateShape(tuple(inputs.a.shape), torch.float32)
 
@@ -54,3 +57,9 @@ class Mamba1:
 
     def scan(self, inputs: Mamba1Inputs, state: Tensor) -> Tensor:
         return scan_by_steps(self, inputs, len(inputs.x), state)
+
+    def run_kernels(self, inputs: Mamba1Inputs, slots: Tensor, batch: StateBatch, output: Tensor) -> None:
+        # Imported only where there is a GPU.
+        from ...kernels.states.mamba1 import mamba1
+
+        mamba1(inputs.x, inputs.step, inputs.b, inputs.c, inputs.a, inputs.d, slots, batch, output)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.states.batch import StateBatch
 from .state_format import StateInputs, StateShape
 
 CHUNK = 64
@@ -43,6 +44,8 @@ class Mamba2Inputs(StateInputs):
 class Mamba2:
     """A state [H, P, N] in float32."""
 
+    inputs = Mamba2Inputs
+
     def shape(self, inputs: Mamba2Inputs) -> StateShape:
         return StateShape((*inputs.x.shape[1:], inputs.b.shape[2]), torch.float32)
 
@@ -62,6 +65,12 @@ class Mamba2:
                 x[:, part], step[:, part], b[:, part], c[:, part], inputs.a.float(), state
             )
         return _with_skip(output.transpose(0, 1), inputs, x.transpose(0, 1))
+
+    def run_kernels(self, inputs: Mamba2Inputs, slots: Tensor, batch: StateBatch, output: Tensor) -> None:
+        # Imported only where there is a GPU.
+        from ...kernels.states.mamba2 import mamba2
+
+        mamba2(inputs.x, inputs.step, inputs.b, inputs.c, inputs.a, inputs.d, slots, batch, output)
 
 
 def _by_head(inputs: Mamba2Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...kernels.states.batch import StateBatch
 from .state_format import StateInputs, StateShape
 
 
@@ -31,6 +32,8 @@ class ConvolutionInputs(StateInputs):
 class ShortConvolution:
     """A state is [C, W - 1], with the oldest input first."""
 
+    inputs = ConvolutionInputs
+
     def shape(self, inputs: ConvolutionInputs) -> StateShape:
         channels, width = inputs.weight.shape
         return StateShape((channels, width - 1), inputs.x.dtype)
@@ -49,3 +52,11 @@ class ShortConvolution:
             window[None].to(weight.dtype), weight[:, None], inputs.bias, groups=len(weight)
         )
         return output[0].T.to(inputs.x.dtype)
+
+    def run_kernels(
+        self, inputs: ConvolutionInputs, slots: Tensor, batch: StateBatch, output: Tensor
+    ) -> None:
+        # Imported only where there is a GPU.
+        from ...kernels.states.short_convolution import short_convolution
+
+        short_convolution(inputs.x, inputs.weight, inputs.bias, slots, batch, output)

@@ -6,11 +6,15 @@ particular formats.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+from ...kernels.states.batch import StateBatch
+from ..kv.attention_metadata import AttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,29 @@ class StateInputs:
         }
         return replace(self, **cut)
 
+    def tensors_and_numbers(self) -> tuple[list[Tensor | None], list[int]]:
+        """Return the fields as a custom op takes them: tensors or None, then whole numbers."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return (
+            [value for value in values if not isinstance(value, int)],
+            [value for value in values if isinstance(value, int)],
+        )
 
-Inputs = TypeVar("Inputs", bound=StateInputs, contravariant=True)
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Self:
+        """Undo `tensors_and_numbers`; fields that are numbers come last."""
+        return cls(*tensors, *numbers)
+
+
+Inputs = TypeVar("Inputs", bound=StateInputs)
 
 
 class StateFormat(Protocol[Inputs]):
-    """How a kind of layer computes its output and its next state. This class is the reference, in plain
-    torch.
+    """How a kind of layer computes its output and its next state. `step` and `scan` are the reference, in
+    plain torch.
     """
+
+    inputs: type[Inputs]
 
     def shape(self, inputs: Inputs) -> StateShape:
         """Return the shape of a request's state in a layer that has the given inputs."""
@@ -69,6 +88,13 @@ class StateFormat(Protocol[Inputs]):
         The result equals T calls of `step` up to rounding, wherever a prompt is cut.
         """
 
+    def run_kernels(self, inputs: Inputs, slots: Tensor, batch: StateBatch, output: Tensor) -> None:
+        """Compute a step's T tokens on a GPU.
+
+        slots: [max_requests, *dims], which change in place. output: [T, ...], which is written for every
+        token of a request, and for padding if all requests decode
+        """
+
 
 Scanned = TypeVar("Scanned", bound=StateInputs)
 
@@ -77,6 +103,20 @@ def scan_by_steps(state_format: StateFormat[Scanned], inputs: Scanned, tokens: i
     """Scan one token at a time, for formats that have no faster scan."""
     steps = [state_format.step(inputs.part(slice(at, at + 1)), state[None]) for at in range(tokens)]
     return torch.cat(steps)
+
+
+class StateSlots(Protocol):
+    """One layer's states: a slot for each running request, at the request's row.
+
+    A request that begins, or begins again after a preemption, starts from a state of zeros, whatever the
+    request before it has left in the slot.
+    """
+
+    def forward(self, inputs: StateInputs, like: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return outputs [T, ...] of a step's T tokens, with zeros for padding. The slots change in place.
+
+        like: a tensor with the outputs' shape and dtype
+        """
 
 
 @dataclass(frozen=True)

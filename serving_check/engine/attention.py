@@ -418,12 +418,8 @@ def _route_attention(model: PreTrainedModel, config: Any) -> None:
 
 
 def refuse_on_gpu(architecture: str, layers: ServedLayers, device: torch.device) -> None:
-    """Raise UserError if the device is a GPU, and layers have states or ALiBi."""
-    if device.type != "cuda":
-        return
-    if layers.states:
-        raise unsupported(architecture, "layers with a recurrent state are served on a CPU only so far")
-    if any(layer.alibi is not None for layer in layers.attention.values()):
+    """Raise UserError if the device is a GPU, and layers have ALiBi."""
+    if device.type == "cuda" and any(layer.alibi is not None for layer in layers.attention.values()):
         raise unsupported(architecture, "attention with ALiBi is served on a CPU only so far")
 
 

@@ -52,7 +52,9 @@ class CudaRunner:
         self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
         """The captured graphs. Each returns logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
-        self._forward = Forward(model, layers, pool.layers, as_op=True, batch_invariance=batch_invariance)
+        self._forward = Forward(
+            model, layers, pool.layers, as_op=True, batch_invariance=batch_invariance, states=pool.states
+        )
         self._compiled = compiled
         self._prepared = False
         self._buffers = StepBuffers(

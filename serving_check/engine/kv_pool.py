@@ -16,7 +16,9 @@ from ...layouts.kv.attention_chunks import ChunkedLayerKV, refuse_chunk
 from ...layouts.kv.format import KV_FORMATS, KVFormat
 from ...layouts.kv.layer import KVScales, LayerKV, PoolSize, Workspaces
 from ...layouts.states.all_states import STATE_FORMATS
-from ...layouts.states.slots import StateSlots
+from ...layouts.states.cpu_slots import CpuStateSlots
+from ...layouts.states.cuda_slots import CudaStateSlots
+from ...layouts.states.state_format import StateKey, StateSlots
 from .attention import AttentionLayer, ServedLayers
 from .options import EngineOptions
 from .sequence import Sequence
@@ -58,8 +60,9 @@ class KVPool:
                 on_gpu = device.type == "cuda"
                 self.layers[index] = ChunkedLayerKV(self.layers[index], layer.chunk, on_gpu, workspaces)
         """Each layer's storage, by the layer's index."""
-        self.states = {
-            key: StateSlots(STATE_FORMATS[key.name], shape, max_num_seqs, device)
+        slots = CudaStateSlots if device.type == "cuda" else CpuStateSlots
+        self.states: dict[StateKey, StateSlots] = {
+            key: slots(STATE_FORMATS[key.name], shape, max_num_seqs, device)
             for key, shape in layers.states.items()
         }
         """The slots of layers that keep a state; a request uses the slot at its row."""

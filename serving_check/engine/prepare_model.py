@@ -37,7 +37,7 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
     if is_invariant:
         pack_linears(model, options.batch_invariance)
         if on_gpu:
-            _require_invariant_products(model, options)
+            _require_invariant_products(model, layers, options)
     elif not on_gpu:
         # Imported only here: it imports numba, which takes half a second.
         from .cpu_norms import compile_norms
@@ -57,12 +57,17 @@ def _require_exact_positions(architecture: str, layers: ServedLayers, options: E
         )
 
 
-def _require_invariant_products(model: PreTrainedModel, options: EngineOptions) -> None:
+def _require_invariant_products(model: PreTrainedModel, layers: ServedLayers, options: EngineOptions) -> None:
     """Raise UserError if a GPU would sum something in an order that depends on the batch."""
     asked = f"--batch-invariance {options.batch_invariance}"
     if not options.compiled:
         raise UserError(
             f"{asked} needs compiled layers, whose norms sum in one order; leave --no-compiled out"
+        )
+    if layers.states:
+        raise unsupported(
+            type(model).__name__,
+            f"{asked} cannot be kept on a GPU: sums of layers with a state depend on how prompts are cut",
         )
     others = other_products(model)
     if others:

@@ -26,8 +26,7 @@ from ...layouts.states.gated_delta_rule import DeltaInputs
 from ...layouts.states.mamba1 import Mamba1Inputs
 from ...layouts.states.mamba2 import Mamba2Inputs
 from ...layouts.states.short_convolution import ConvolutionInputs
-from ...layouts.states.slots import StateSlots
-from ...layouts.states.state_format import StateInputs, StateKey, StateShape
+from ...layouts.states.state_format import StateInputs, StateKey, StateShape, StateSlots
 from .state_modules import forward_of
 from .unsupported import unsupported
 
@@ -36,11 +35,18 @@ CACHES = ("cache_params", "past_key_values")
 ASKS_FOR_STATES = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 
 
+STATE_LAYER = "state_layer_index"
+"""Name of a buffer of each module with states: its layer's index, int64 [] in host memory."""
+
+
 class States(Protocol):
     """Takes the state calls of a forward pass."""
 
-    def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
-        """Return outputs [T, ...] of a step's T tokens. like: a tensor [T, ...] with the outputs' dtype."""
+    def compute(self, module: nn.Module, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        """Return outputs [T, ...] of a step's T tokens.
+
+        module: the one that keeps the state. like: a tensor [T, ...] with the outputs' dtype
+        """
 
 
 _STATES: ContextVar[States] = ContextVar("the states of the step that a forward pass is computing")
@@ -62,8 +68,29 @@ class StepStates:
     def __init__(self, slots: Mapping[StateKey, StateSlots], metadata: AttentionMetadata):
         self.slots, self.metadata = slots, metadata
 
-    def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
-        return self.slots[key].forward(inputs, len(like), like, self.metadata)
+    def compute(self, module: nn.Module, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        return self.by_key(key, inputs, like)
+
+    def by_key(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        """Return what `compute` returns."""
+        return self.slots[key].forward(inputs, like, self.metadata)
+
+
+class StatesAsOp:
+    """Passes state calls to a custom op (`step_ops.py`)."""
+
+    def compute(self, module: nn.Module, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+        tensors, numbers = inputs.tensors_and_numbers()
+        layer_index = getattr(module, STATE_LAYER)
+        return torch.ops.scalegate.layer_state(layer_index, key.name, key.index, tensors, numbers, like)
+
+
+STATES_AS_OP = StatesAsOp()
+
+
+def _states() -> States | None:
+    """Return what takes the calls. Compiled layers run with ops only, and cannot read context variables."""
+    return STATES_AS_OP if torch.compiler.is_compiling() else _STATES.get(None)
 
 
 class StateObserver:
@@ -72,7 +99,7 @@ class StateObserver:
     def __init__(self) -> None:
         self.shapes: dict[StateKey, StateShape] = {}
 
-    def compute(self, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
+    def compute(self, module: nn.Module, key: StateKey, inputs: StateInputs, like: Tensor) -> Tensor:
         if key in self.shapes:
             raise unsupported("this model", f"layer {key.layer} computes its state more than once")
         state_format = STATE_FORMATS[key.name]
@@ -88,7 +115,9 @@ class _State:
         self.module, self.layer, self.index = module, layer, index
 
     def compute(self, name: str, inputs: StateInputs, like: Tensor) -> Tensor:
-        return _STATES.get().compute(StateKey(self.layer, name, self.index), inputs, like)
+        states = _states()
+        assert states is not None
+        return states.compute(self.module, StateKey(self.layer, name, self.index), inputs, like)
 
     def to(self, *_: Any, **__: Any) -> "_State":
         return self
@@ -192,6 +221,8 @@ def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
         if keeps_a_state(module) and "forward" not in module.__dict__:
             if not hasattr(module, "layer_idx"):
                 module.layer_idx = next(int(part) for part in name.split(".") if part.isdecimal())  # type: ignore[assignment]
+            index = torch.tensor(module.layer_idx, device="cpu")
+            module.register_buffer(STATE_LAYER, index, persistent=False)
             module.forward = MethodType(_hooked_forward(module, architecture), module)  # type: ignore[method-assign]
 
 
@@ -204,16 +235,16 @@ def _hooked_forward(module: nn.Module, architecture: str) -> Callable[..., Any]:
     plain = type(module).forward
     signature = inspect.signature(inspect.unwrap(plain))
     compute = _compute_anew(module) or _compute_by_functions(module, architecture, signature)
-    named = [
+    hidden_name, *others = [
         name for name, parameter in signature.parameters.items() if parameter.kind != parameter.VAR_KEYWORD
-    ]
+    ][1:]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _STATES.get(None) is None:
+        if _states() is None:
             return plain(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        known = {name: given[name] for name in named[1:] if name in given and name != "attention_mask"}
-        hidden = known.pop(named[1])
+        given = dict(zip((hidden_name, *others), args, strict=False)) | kwargs
+        known = {name: given[name] for name in others if name in given and name != "attention_mask"}
+        hidden = given[hidden_name]
         if hidden.shape[0] != 1:
             return compute(self, hidden, known)
         output = compute(self, hidden.transpose(0, 1), known)
@@ -255,9 +286,11 @@ def _compute_by_functions(
     cache = next((name for name in CACHES if name in signature.parameters), None)
     if not ours or cache is None:
         raise unsupported(architecture, f"{type(module).__name__} keeps a state of an unknown kind")
+    # Without a module's name, or the compiler would look names up in that module, not here.
+    names = {name: value for name, value in written.__globals__.items() if name != "__name__"}
     hooked = FunctionType(
         written.__code__,
-        written.__globals__ | ours,
+        names | ours,
         written.__name__,
         written.__defaults__,
         written.__closure__,
@@ -273,11 +306,11 @@ def _compute_by_functions(
 def _with_our_state(
     theirs: Callable[..., Any], state_name: str, ours: Callable[..., Any]
 ) -> Callable[..., Any]:
-    signature = inspect.signature(theirs)
+    names = tuple(inspect.signature(theirs).parameters)
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        given = dict(zip(names, args, strict=False)) | kwargs
         return ours(given[state_name], given)
 
     return call

@@ -8,7 +8,7 @@ model, not by its name, and may be any small module.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -28,11 +28,16 @@ class PrecomputedNorm(nn.Module):
         self.module = module
         self.precomputed = _Slot()
 
+    @property
+    def weight(self) -> Tensor:
+        """Mamba's layers ask for its dtype."""
+        return cast(Tensor, self.module.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.precomputed.value is None:
             return self.module(x)
         normed, self.precomputed.value = self.precomputed.value, None
-        return normed
+        return normed.to(x.dtype)  # Mamba's residuals may be float32
 
 
 @dataclass

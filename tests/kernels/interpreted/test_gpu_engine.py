@@ -17,8 +17,10 @@ from scalegate.layouts.kv.kvarn.cpu import KVarNCpuLayerKV
 from scalegate.layouts.kv.kvarn.cuda import KVarNCudaLayerKV
 from scalegate.layouts.kv.kvarn.kvarn import KVarN
 from scalegate.layouts.kv.layer import PoolSize, StoredPages, Workspaces
+from scalegate.layouts.states.all_states import STATE_FORMATS
+from scalegate.layouts.states.cuda_slots import CudaStateSlots
 from scalegate.serving_check.engine import device_copies
-from scalegate.serving_check.engine.attention import attention_layers
+from scalegate.serving_check.engine.attention import served_layers
 from scalegate.serving_check.engine.compiling import cuda_graphs
 from scalegate.serving_check.engine.cuda_runner import CudaRunner
 from scalegate.serving_check.engine.engine import Engine
@@ -122,7 +124,10 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
     engine = Engine(model, options, frozenset())
     pool = engine.pool
     size, workspaces = PoolSize(0, pool.page_size, *pool.block_table.shape), Workspaces()
-    layers = attention_layers(model)
+    served = served_layers(model)
+    layers = served.attention
+    for key, shape in served.states.items():
+        pool.states[key] = CudaStateSlots(STATE_FORMATS[key.name], shape, len(pool.block_table), model.device)
     for index, layer in pool.layers.items():
         shape, chunk = layers[index].shape, layers[index].chunk
         if isinstance(layer, KVarNCpuLayerKV):
@@ -185,6 +190,58 @@ def test_contexts_of_several_chunks_have_the_tokens_of_the_cpu_engine():
     expected = Engine(copy.deepcopy(model), EngineOptions(**sizes), frozenset()).generate(prompts, GREEDY)
     engine = engine_on_kernels(model, **sizes, prefill_chunk=100)
     assert any(isinstance(layer, ChunkedLayerKV) for layer in engine.pool.layers.values())
+    engine._overlapped = True
+    answers = engine.generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+
+
+STATES = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [1]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "use_mamba_kernels": False,
+        "mamba_dt_rank": 8,
+        "mamba_d_state": 8,
+    },
+    "zaya": {"num_experts": 2, "moe_intermediate_size": 32, "router_hidden_size": 16},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 32, "num_hidden_layers": 3},
+}
+"""A model for each state format; all of them begin with a short convolution."""
+
+
+@pytest.mark.parametrize("kind", exhaustive_but(STATES, "qwen3_5_text"))
+def test_layers_with_a_state_have_the_tokens_of_the_cpu_engine(kind: str):
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 256,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(kind, **sizes | STATES[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    numbers = random.Random(1)
+    # Two requests at once, so that the third takes a slot that was used, while another one decodes.
+    prompts = [[numbers.randrange(1, 256) for _ in range(length)] for length in (21, 3, 19)]
+    options = EngineOptions(**SIZES)
+    expected = Engine(copy.deepcopy(model), options, frozenset()).generate(prompts, GREEDY)
+    engine = engine_on_kernels(model, prefill_chunk=16)
+    assert len(engine.pool.states) > 0
     engine._overlapped = True
     answers = engine.generate(prompts, GREEDY)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]

@@ -273,12 +273,11 @@ def test_what_our_engine_cannot_serve_is_said_before_anything_is_made(tmp_path, 
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_that_states_are_not_served_on_a_gpu_is_said_before_anything_is_made(tmp_path, dry_run, monkeypatch):
+def test_that_alibi_is_not_served_on_a_gpu_is_said_before_anything_is_made(tmp_path, dry_run, monkeypatch):
     monkeypatch.setattr(release_request, "resolve_device", lambda device: "cuda")
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-    layers = {"num_hidden_layers": 2, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
-    output = refused(AutoConfig.for_model("lfm2", **sizes, **layers), tmp_path, dry_run)
-    assert "Lfm2ForCausalLM: layers with a recurrent state are served on a CPU only" in output
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 2, "n_head": 2, "seq_length": 4096}
+    output = refused(AutoConfig.for_model("bloom", **sizes), tmp_path, dry_run)
+    assert "BloomForCausalLM: attention with ALiBi is served on a CPU only" in output
 
 
 def refused(config, folder, dry_run):

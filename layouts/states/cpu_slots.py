@@ -1,4 +1,7 @@
-"""The slots of a layer's states on the CPU, one for each running request, and a step over them."""
+"""The slots of a layer's states on the CPU, one for each running request, and a step over them.
+
+Slots on a GPU are in `cuda_slots.py`.
+"""
 
 from typing import Any
 
@@ -11,12 +14,8 @@ from ..kv.layer import zeros
 from .state_format import StateFormat, StateInputs, StateShape
 
 
-class StateSlots:
-    """One layer's states, [max_requests, *dims].
-
-    A request that begins, or begins again after a preemption, starts from a state of zeros, whatever the
-    request before it has left in the slot.
-    """
+class CpuStateSlots:
+    """One layer's states, [max_requests, *dims]."""
 
     def __init__(
         self, state_format: StateFormat[Any], shape: StateShape, max_requests: int, device: torch.device
@@ -24,10 +23,8 @@ class StateSlots:
         self.state_format = state_format
         self.slots = zeros((max_requests, *shape.dims), shape.dtype, device)
 
-    def forward(self, inputs: StateInputs, tokens: int, like: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return outputs [T, ...] of a step's T tokens, with zeros for padding. The slots change in place.
-
-        With batch invariance each token is computed separately, so that no sum's order depends on the batch
+    def forward(self, inputs: StateInputs, like: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """With batch invariance, compute each token separately, so that no sum's order depends on the batch
         or on how a prompt was cut.
         """
         host = on_host(metadata)
@@ -50,7 +47,7 @@ class StateSlots:
                     self.state_format.step(inputs.part(slice(at, at + 1)), state[None])
                     for at in range(request.first_token, end)
                 ]
-        padding = tokens - host.num_tokens
+        padding = len(like) - host.num_tokens
         if padding:
             shape = outputs[0].shape[1:] if outputs else like.shape[1:]
             outputs.append(like.new_zeros(padding, *shape))
