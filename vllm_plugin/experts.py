@@ -1,24 +1,25 @@
 """Layers of INT4 and NVFP4 experts in vLLM, which gives them to Marlin on Hopper: its fused-MoE interface."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from ..kernels.hopper.gemm import MAX_ROWS
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.nvfp4 import NVFP4
 from ..layouts.formats.weight_format import Weight
 from ..layouts.packing.layout import Experts, PackedWeight
 from . import cache_key
 from .choice import EXPERTS
-from .experts_product import Products, warm_up
+from .experts_product import Products, products_of, warm_up
 from .interface import AUTO, MarlinExperts, MoEActivation, envs, most_rows
 from .serving import log_refusal, serves_experts
 from .stored import int4_weight, nvfp4_weight
+from .warm_up import PENDING, warm_up_pending
 
 MARLIN_DIMS = 3
 """Of Marlin's packed experts; ours have more (`kernels/experts/packed.py`)."""
-MOST_TOKENS = 8192
-"""The tokens of the largest step, if vLLM does not say."""
 
 
 class ScalegateExperts(MarlinExperts):
@@ -50,6 +51,7 @@ class ScalegateExperts(MarlinExperts):
         if w1.dim() == MARLIN_DIMS:
             super().apply(output, hidden_states, w1, w2, topk_weights, topk_ids, *rest, **named)
             return
+        warm_up_pending()
         products = self.products(w1, w2)
         # vLLM's scratch memory is what Marlin asks for; `output` begins where workspace13 does.
         scratch = named["workspace13"], named["workspace2"]
@@ -98,7 +100,7 @@ def pack_int4(loaded: Any) -> tuple[Tensor | None, ...] | None:
         (loaded.w2_qweight, loaded.w2_scales, zeros[1]),
     )
     gate_up, down = (pack(int4_weights(spec, *each), layer) for each in tensors)
-    products = products_of(layer, spec, gate_up, down)
+    products = products_of(spec, gate_up, down)
     compile_once(layer, products)
     no_order = loaded.w13_g_idx.new_empty((len(loaded.w13_g_idx), 0))
     # Then: four of the columns' order, zero points, scales of inputs, biases.
@@ -130,19 +132,10 @@ def pack_nvfp4(loaded: Any) -> tuple[Tensor | None, ...] | None:
         pack([nvfp4_weight(*of_expert) for of_expert in zip(*(t.data for t in each), strict=True)], layer)
         for each in tensors
     )
-    products = products_of(layer, spec, gate_up, down)
+    products = products_of(spec, gate_up, down)
     compile_once(layer, products)
     by_weight = zip(products.words, products.scale_words, products.factor, strict=True)
     return tuple(tensor for of_weight in by_weight for tensor in of_weight)
-
-
-def products_of(layer: Any, spec: Int4 | NVFP4, gate_up: PackedWeight, down: PackedWeight) -> Products:
-    config = layer.moe_config
-    first, second = gate_up.tensors, down.tensors
-    words, scale_words = ((first[name], second[name]) for name in ("words", "scale_words"))
-    factor = first.get("factor"), second.get("factor")
-    inner = config.intermediate_size_per_partition
-    return Products(spec, words, scale_words, factor, config.hidden_dim, inner)
 
 
 def is_ours(layer: Any, spec: Int4 | NVFP4) -> bool:
@@ -173,10 +166,11 @@ def pack(weights: list[Weight], layer: Any) -> PackedWeight:
 
 
 def compile_once(layer: Any, products: Products) -> None:
-    """At the first layer of its kind, compile everything that layers of this kind will need."""
+    """At the first layer of its kind, see that everything is compiled that layers of this kind will need."""
     config = layer.moe_config
     experts = f"{config.num_local_experts} experts, top {config.experts_per_token}"
     kind = f"{experts} {products.spec.key} {products.hidden} {products.inner} {config.in_dtype}"
     if kind not in cache_key.SERVED:
-        warm_up(products, config.experts_per_token, config.in_dtype, most_rows() or MOST_TOKENS)
+        most = most_rows() or MAX_ROWS
+        PENDING.append(partial(warm_up, products, config.experts_per_token, config.in_dtype, most))
         cache_key.SERVED.add(kind)

@@ -18,6 +18,7 @@ from ..kernels.experts.routing import route
 from ..kernels.experts.tile import bucket_of
 from ..layouts.formats.int4 import Int4
 from ..layouts.formats.nvfp4 import NVFP4
+from ..layouts.packing.layout import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,14 @@ class Products:
         return one_token.Int4Operand(words, scale_words, n, k, spec.group_size, not spec.has_integer_zero)
 
 
+def products_of(spec: Int4 | NVFP4, gate_up: PackedWeight, down: PackedWeight) -> Products:
+    first, second = gate_up.tensors, down.tensors
+    words, scale_words = ((first[name], second[name]) for name in ("words", "scale_words"))
+    factor = first.get("factor"), second.get("factor")
+    _, hidden, inner = down.shape
+    return Products(spec, words, scale_words, factor, hidden, inner)
+
+
 def view(memory: Tensor, rows: int, columns: int) -> Tensor:
     return memory.reshape(-1)[: rows * columns].view(rows, columns)
 
@@ -94,20 +103,25 @@ def tokens_to_compile(experts: int, top_k: int, most: int) -> tuple[int, ...]:
     return tuple(first.values())
 
 
-def warm_up(products: Products, top_k: int, dtype: torch.dtype, most: int) -> None:
-    """Compile all forms of the kernels that steps of up to `most` tokens use."""
+def zeros_for(products: Products, top_k: int, dtype: torch.dtype, tokens: int) -> tuple[Any, ...]:
+    """Return arguments of `Products.multiply` for so many tokens."""
     words = products.words[0]
     widest = max(products.hidden, 2 * products.inner)
-    for tokens in tokens_to_compile(len(words), top_k, most):
-        expert = torch.arange(tokens * top_k, dtype=torch.int32, device=words.device) % len(words)
-        weight = torch.zeros(tokens, top_k, device=words.device)
-        x, scratch, other, out = (
-            torch.zeros(rows, columns, dtype=dtype, device=words.device)
-            for rows, columns in (
-                (tokens, products.hidden),
-                (tokens * top_k, products.inner),
-                (tokens * top_k, widest),
-                (tokens, products.hidden),
-            )
+    expert = torch.arange(tokens * top_k, dtype=torch.int32, device=words.device) % len(words)
+    weight = torch.zeros(tokens, top_k, device=words.device)
+    x, scratch, other, out = (
+        torch.zeros(rows, columns, dtype=dtype, device=words.device)
+        for rows, columns in (
+            (tokens, products.hidden),
+            (tokens * top_k, products.inner),
+            (tokens * top_k, widest),
+            (tokens, products.hidden),
         )
-        products.multiply(x, expert.view(tokens, top_k), weight, (scratch, other), out)
+    )
+    return x, expert.view(tokens, top_k), weight, (scratch, other), out
+
+
+def warm_up(products: Products, top_k: int, dtype: torch.dtype, most: int) -> None:
+    """Multiply zeros, once for each form of the kernels that steps of up to `most` tokens use."""
+    for tokens in tokens_to_compile(len(products.words[0]), top_k, most):
+        products.multiply(*zeros_for(products, top_k, dtype, tokens))

@@ -1,6 +1,6 @@
 """The shared work of the kernels of all formats for a layer: choose, say so in vLLM's log, pack, warm up."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -11,11 +11,11 @@ from ..layouts.formats.weight_format import Weight, WeightFormat
 from ..layouts.packing.layout import Experts, Problem
 from . import cache_key
 from .choice import Choice, choose, choose_experts
-from .compile_ahead import compile_ahead
+from .compile_ahead import compile_ahead, compile_experts_ahead
 from .interface import envs, logger, most_rows, two_at_once
 from .product import attach
 from .speed import measured
-from .warm_up import PENDING
+from .warm_up import PENDING, warm_up
 
 
 def choice_for(spec: WeightFormat, n: int, k: int, dtype: torch.dtype) -> Choice:
@@ -47,6 +47,7 @@ def serves_experts(spec: WeightFormat, n: int, k: int, dtype: torch.dtype, exper
     decision = choose_experts(problem, measured())
     if decision.ours:
         logger.info("scalegate-kernels serves %s: %s", problem, decision.reason)
+        compile_experts_ahead(problem, most_rows() or MAX_ROWS)
     else:
         log_refusal(str(problem), decision.reason)
     return decision.ours
@@ -69,5 +70,5 @@ def serve(layer: nn.Module, weight: Weight, dtype: torch.dtype) -> None:
     attach(layer, packed)
     kind = f"{choice.layout.name} {weight.spec.key} {n}x{k} {dtype}"
     if kind not in cache_key.SERVED:
-        PENDING.append((choice.layout, packed, most_rows() or MAX_ROWS))
+        PENDING.append(partial(warm_up, choice.layout, packed, most_rows() or MAX_ROWS))
         cache_key.SERVED.add(kind)

@@ -5,6 +5,8 @@ the first product of all layers, in the step by which vLLM measures its memory: 
 compile (`compile_ahead.py`), while vLLM loads the weights and compiles its own graphs.
 """
 
+import time
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from ..kernels.hopper import gemm, invariant_config, stream_k_config
 from ..layouts.packing.hopper import HopperLayout
 from ..layouts.packing.layout import PackedWeight
-from .compile_ahead import wait_for_compilers
+from .compile_ahead import logger, settings_of_compiler, wait_for_compiler
 
 FINE, FINE_ROWS, COARSE = 8, 1024, 128
 """Steps in which M is looked at, up to so many rows and beyond: a fraction of the tiles there."""
@@ -55,14 +57,20 @@ def warm_up(layout: HopperLayout, packed: PackedWeight, most: int) -> None:
         multiply_zeros(layout, packed, m)
 
 
-PENDING: list[tuple[HopperLayout, PackedWeight, int]] = []
-"""Layers that are not warmed up yet, and the most rows of a step."""
+PENDING: list[Callable[[], None]] = []
+"""Warms up layers that are not yet warmed up."""
 
 
 def warm_up_pending() -> None:
     """Warm up what is pending, unless a CUDA graph is being captured, which would record it."""
     if not PENDING or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    wait_for_compilers()
-    while PENDING:
-        warm_up(*PENDING.pop())
+    waited, began = wait_for_compiler(), time.monotonic()
+    with settings_of_compiler():
+        while PENDING:
+            PENDING.pop()()
+    logger.info(
+        "scalegate-kernels waited %.1f s for its compiler and loaded its kernels in %.1f s",
+        waited,
+        time.monotonic() - began,
+    )

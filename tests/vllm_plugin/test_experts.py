@@ -24,10 +24,10 @@ def vllm(monkeypatch):
     found = stand_in.install(monkeypatch)
     modules = {
         name: importlib.import_module(f"scalegate.vllm_plugin.{name}")
-        for name in ("cache_key", "choice", "experts", "register", "speed")
+        for name in ("cache_key", "choice", "experts", "register", "serving", "speed", "warm_up")
     }
     monkeypatch.setattr(modules["cache_key"], "SERVED", set())
-    found.experts, found.asked, found.warmed = modules["experts"], [], []
+    found.experts, found.asked, found.warmed, found.ahead = modules["experts"], [], [], []
     found.decision = modules["speed"].Decision(True, "faster")
 
     def decide(gpu, kind, dtype, n, k, rows):
@@ -43,6 +43,10 @@ def vllm(monkeypatch):
         monkeypatch.setattr(modules[module], "EXPERTS", packing)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(modules["experts"], "warm_up", lambda *arguments: found.warmed.append(arguments))
+    ahead = lambda *arguments: found.ahead.append(arguments)  # noqa: E731
+    monkeypatch.setattr(modules["serving"], "compile_experts_ahead", ahead)
+    modules["warm_up"].PENDING.clear()
+    found.warm_up_pending = modules["warm_up"].warm_up_pending
     modules["register"].register()
     return found
 
@@ -122,7 +126,9 @@ def test_nvfp4_experts_are_packed(vllm):
 def test_layers_alike_are_compiled_and_told_once(vllm):
     for _ in range(3):
         process_int4(vllm, layer(), *int4_checkpoint(False)[:3])
-    assert len(vllm.warmed) == 1
+    assert not vllm.warmed, "vLLM need not wait for the compiler yet"
+    vllm.warm_up_pending()
+    assert len(vllm.warmed) == len(vllm.ahead) == 1
     assert vllm.log == [
         f"scalegate-kernels serves int4 g{GROUP} sym 256x256 bfloat16 (3 experts, top 2): faster"
     ]

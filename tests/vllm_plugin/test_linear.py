@@ -64,7 +64,7 @@ def vllm(monkeypatch):
     found.ahead = []
     monkeypatch.setattr(module["serving"], "compile_ahead", lambda *arguments: found.ahead.append(arguments))
     found.warmed = []
-    monkeypatch.setattr(module["warm_up"], "warm_up", lambda *arguments: found.warmed.append(arguments))
+    monkeypatch.setattr(module["serving"], "warm_up", lambda *arguments: found.warmed.append(arguments))
     module["warm_up"].PENDING.clear()
     module["product"].kind_of.cache_clear()
     module["register"].register()
