@@ -9,12 +9,15 @@ compile cache, so graphs of one must not reach the other. They measure in turns:
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,10 @@ def compare(options: argparse.Namespace) -> None:
         write_checkpoint(folder, options.shape, convention, options.dtype, options.layers)
         print(f"{folder.name}: written in {time.monotonic() - started:.0f} s", flush=True)
     engines: dict[tuple[str, str], Engine] = {}
+    # An engine that hangs is ended in time for the table.
+    ending = threading.Timer(ends - time.monotonic(), lambda: [engine.kill() for engine in engines.values()])
+    ending.daemon = True
+    ending.start()
     for first in range(0, len(options.formats), options.together):
         some = options.formats[first : first + options.together]
         group = {(each, side): Engine(options, each, side) for each in some for side in SIDES}
@@ -100,8 +107,6 @@ def compare(options: argparse.Namespace) -> None:
                         group[convention, "plugin"].ask_for_traffic(options.traffic, ends)
         for engine in group.values():
             engine.stop()
-    rows = [row for engine in engines.values() for row in engine.rows]
-    (options.out / "engine.json").write_text(json.dumps(rows, indent=1))
     for engine in engines.values():
         print(f"## {engine.name}")
         for line in dict.fromkeys(engine.told()):
@@ -115,13 +120,14 @@ class Engine:
     def __init__(self, options: argparse.Namespace, convention: str, side: str):
         self.name = f"{convention} {side}"
         self.log = options.out / f"{convention}-{side}.log"
+        self.results = options.out / f"{options.shape}-{convention}-{side}.jsonl"
         self.rows: list[dict[str, Any]] = []
         self.compiled_in_traffic: list[str] = []
         environment = {**os.environ, "SCALEGATE_KERNELS": SIDES[side], "PYTHONUNBUFFERED": "1"}
         child = [sys.executable, "-P", __file__, *sys.argv[1:], "--child", convention]
         self.process = subprocess.Popen(
             child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            stderr=self.log.open("w"),
+            stderr=self.log.open("w"), start_new_session=True,
         )  # fmt: skip
 
     def ask(self, line: str, ends: float) -> None:
@@ -140,6 +146,8 @@ class Engine:
             if line.startswith("ANSWER "):
                 rows = json.loads(line.removeprefix("ANSWER "))
                 self.rows += [{"engine": self.name, **row} for row in rows]
+                with self.results.open("a") as results:
+                    results.writelines(json.dumps(row) + "\n" for row in self.rows[-len(rows) :])
                 for row in rows:
                     if "logprobs" not in row:
                         print(self.name, json.dumps(row), flush=True)
@@ -151,10 +159,14 @@ class Engine:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.stdin.close()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the child and all processes that vLLM started for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def compiled(self) -> list[str]:
         """What vLLM's monitor says was compiled since the start, in order."""
