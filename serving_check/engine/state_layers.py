@@ -33,6 +33,9 @@ from .unsupported import unsupported
 CACHES = ("cache_params", "past_key_values")
 """The names that transformers gives the cache among the arguments of a forward."""
 ASKS_FOR_STATES = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
+"""A cache's methods from transformers 5.21 on."""
+READS_STATES = {"conv_states", "recurrent_states"}
+"""What transformers before 5.21 reads from the layers of a cache."""
 
 
 STATE_LAYER = "state_layer_index"
@@ -153,6 +156,32 @@ class _Cache:
     def update_recurrent_state(self, *_: Any, **__: Any) -> None:
         """Do nothing: the slots have changed already."""
 
+    # Before transformers 5.21:
+
+    @property
+    def layers(self) -> "_CacheLayers":
+        return _CacheLayers(self._module)
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        return True
+
+
+class _CacheLayers:
+    """The layers of a cache by their index."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getitem__(self, layer_idx: int) -> "_CacheLayer":
+        return _CacheLayer(self._module, layer_idx)
+
+
+class _CacheLayer:
+    record_past = False
+
+    def __init__(self, module: nn.Module, layer_idx: int):
+        self.conv_states = self.recurrent_states = (_State(module, layer_idx, 0),)
+
 
 def _convolution(state: _State, given: Mapping[str, Any]) -> Tensor:
     x = given["hidden_states"][:, :, 0]
@@ -210,7 +239,9 @@ FUNCTIONS: dict[str, tuple[str, Callable[[_State, Mapping[str, Any]], Any]]] = {
 
 def keeps_a_state(module: nn.Module) -> bool:
     """Say whether the module asks a cache for a state, or keeps one in a way that is supported here."""
-    return bool(ASKS_FOR_STATES & set(_names(module))) or forward_of(module) is not None
+    names = set(_names(module))
+    reads = names & READS_STATES and "has_previous_state" in names
+    return bool(names & ASKS_FOR_STATES or reads) or forward_of(module) is not None
 
 
 def hook_state_layers(model: PreTrainedModel, architecture: str) -> None:
