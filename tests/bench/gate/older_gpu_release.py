@@ -5,14 +5,13 @@
 
 Every process, servers included, compiles for the older GPU, and the driver of a Hopper GPU translates. The
 weights are random, as `verdict_gpu.py` makes them, and the recipe is the default one. cuBLAS, which serves
-the baseline, runs as on Hopper. Exit status 1 if the first release does not pass with a layout of ours, or if
-the second does not fail, naming tinygemm.
+the baseline, runs as on Hopper. The second release finds what the first has quantized. Exit status 1 if the
+first does not pass with a layout of ours, or if the second does not fail, naming tinygemm.
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,7 +54,7 @@ def main() -> None:
         source = work / options.shape
         make_checkpoint(options.shape, source, options.device)
         for name, words in [("chosen", []), (CAUGHT, ["--layout", CAUGHT])]:
-            results[name] = release(source, work / name, [*words, "--m", options.m], options, environment)
+            results[name] = release(source, work, [*words, "--m", options.m], options, environment)
             print(f"== {name}: {json.dumps(results[name])}", flush=True)
             write_json(options.out, results)
     chosen, caught = results["chosen"], results[CAUGHT]
@@ -68,14 +67,21 @@ def release(
 ) -> dict[str, Any]:
     """What the release took and said."""
     started = time.monotonic()
+    artifact = work / "artifacts" / f"{source.name}-{RECIPE}"
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "release", str(source), "--recipe", RECIPE]
-    command += ["--work", str(work), "--to", f"folder:{work / 'release'}", "--device", options.device, *words]
+    command += [
+        "--work",
+        str(artifact.parent),
+        "--to",
+        f"folder:{work / 'release'}",
+        "--device",
+        options.device,
+        *words,
+    ]
     status = subprocess.run(command, env=environment, check=False).returncode
     seconds = time.monotonic() - started
-    artifact = work / f"{source.name}-{RECIPE}"
     manifest = json.loads((artifact / "scalegate.json").read_text(encoding="utf-8"))
     verdict = json.loads((artifact / "serving_check.json").read_text(encoding="utf-8"))
-    shutil.rmtree(work)
     return {
         "status": status,
         "seconds": round(seconds, 1),
