@@ -45,13 +45,25 @@ def scanned_request(index, query_start_loc, seq_lens, R):
 
 
 @triton.jit
-def requests_of(token, query_start_loc, R):
-    """Return the request of each token [N], R for tokens after the last request."""
-    request = tl.zeros_like(token)
-    for start in range(0, R, BLOCK):
-        of_block = start + tl.arange(0, BLOCK)
-        exists = of_block < R
-        end = tl.load(query_start_loc + of_block + 1, mask=exists, other=0)
-        ended = exists[None, :] & (end[None, :] <= token[:, None])
-        request += tl.sum(ended.to(tl.int32), 1)
-    return request
+def requests_of(token, query_start_loc, seq_lens, request_rows, R, DECODE_ONLY: tl.constexpr):
+    """Return of each token [N]: whether it belongs to a request, and that request's first token, row, and
+    whether its state counts, which is of earlier tokens.
+    """
+    request = token
+    if not DECODE_ONLY:
+        request = tl.zeros_like(token)
+        for start in range(0, R, BLOCK):
+            of_block = start + tl.arange(0, BLOCK)
+            exists = of_block < R
+            end = tl.load(query_start_loc + of_block + 1, mask=exists, other=0)
+            ended = exists[None, :] & (end[None, :] <= token[:, None])
+            request += tl.sum(ended.to(tl.int32), 1)
+    exists = request < R
+    seq_len = tl.load(seq_lens + request, mask=exists, other=0)
+    row = tl.load(request_rows + request, mask=exists, other=0)
+    exists = exists & (seq_len > 0)
+    if DECODE_ONLY:
+        return exists, token, row, seq_len > 1
+    first = tl.load(query_start_loc + request, mask=exists, other=0)
+    end = tl.load(query_start_loc + request + 1, mask=exists, other=0)
+    return exists, first, row, seq_len > end - first

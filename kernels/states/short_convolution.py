@@ -90,16 +90,8 @@ def _outputs(
     if FORM.pdl:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    request = requests_of(token, query_start_loc, R)
-    exists = request < R
-    first = tl.load(query_start_loc + request, mask=exists, other=0)
-    end = tl.load(query_start_loc + request + 1, mask=exists, other=0)
-    seq_len = tl.load(seq_lens + request, mask=exists, other=0)
-    row = tl.load(request_rows + request, mask=exists, other=0)
-    exists = exists & (seq_len > 0)
+    exists, first, row, has_past = requests_of(token, query_start_loc, seq_lens, request_rows, R, False)
     place = token - first
-    has_past = seq_len > end - first
-
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     keep = exists[:, None] & (channel < C)
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)

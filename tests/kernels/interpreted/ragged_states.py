@@ -79,3 +79,9 @@ STEPS = {
     "mixed": Step((1, 1, 5, 70, 1, 2), (9, 0, 0, 3, 7, 1), padding=3),
     "chunks": Step((64, 65, 3), (0, 130, 64)),
 }
+
+
+def assert_close(found: Tensor, expected: Tensor, bound: Tensor) -> None:
+    """Compare with float64, element by element."""
+    assert found.shape == expected.shape
+    assert float(((found.double() - expected).abs() - bound).max()) <= 0

@@ -8,7 +8,7 @@ import torch
 from scalegate.kernels.states.mamba2 import mamba2
 from scalegate.layouts.states.mamba2 import Mamba2Inputs
 from scalegate.tests.exhaustive import exhaustive_but
-from scalegate.tests.kernels.interpreted.ragged_states import DEVICE, STEPS, Step
+from scalegate.tests.kernels.interpreted.ragged_states import DEVICE, STEPS, Step, assert_close
 from scalegate.tests.rounding_bounds import UNIT_ROUNDOFF
 from torch import Tensor
 
@@ -104,10 +104,6 @@ class Case:
         left = 2.0**-17 if inputs.x.dtype == torch.bfloat16 else 2.0**-21
         terms = max(inputs.b.shape[2], 64)
         return (2 * 64**0.5 * u * largest + 3 * (left + terms**0.5 * u))[:, None]
-
-
-def assert_close(found: Tensor, expected: Tensor, bound: Tensor) -> None:
-    assert float(((found.double() - expected).abs() - bound).max()) <= 0
 
 
 @pytest.mark.parametrize("name", STEPS)
