@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import gc
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 # Sets OpenMP's threads as it does for the commands, which has to come before torch.
 import scalegate.pipeline  # noqa: F401
 import torch
+from safetensors.torch import load_file, save_file
 from scalegate.pipeline.cli.forked_servers import servers_forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +106,20 @@ def forked_servers(suite_cache):
 def example_checkpoint() -> Path:
     """The bundled trained checkpoint: Qwen3 architecture, 5.2 M parameters, bfloat16, one shard."""
     return ROOT / "examples" / "qwen3-pycode-5m"
+
+
+@pytest.fixture(scope="session")
+def two_layers(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled checkpoint without its last two layers, for tests that do not depend on depth."""
+    folder = shutil.copytree(example_checkpoint, tmp_path_factory.mktemp("shortened") / "two-layers")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    left_out = tuple(f"model.layers.{layer}." for layer in (2, 3))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")

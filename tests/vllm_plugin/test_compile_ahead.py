@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from scalegate.tests.exhaustive import exhaustive_but
 
 pytest.importorskip("triton")
 
@@ -45,7 +46,11 @@ def found_compiled(record) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "spec"), [("swap_ab", Int4(128, True)), ("nvfp4_swap_ab_invariant", NVFP4())]
+    ("layout", "spec"),
+    exhaustive_but(
+        [("swap_ab", Int4(128, True)), ("nvfp4_swap_ab_invariant", NVFP4())],
+        ("nvfp4_swap_ab_invariant", NVFP4()),
+    ),
 )
 def test_a_server_finds_compiled_what_its_layers_launch(layout, spec, log):
     problem = Problem(spec, N, K, torch.bfloat16, CPU)

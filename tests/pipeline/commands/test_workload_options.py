@@ -132,6 +132,7 @@ def test_ms_come_in_any_order():
     assert WorkloadSettings((8, 1, 2)).ms == (1, 2, 8)
 
 
+@pytest.mark.exhaustive
 def test_a_new_option_of_the_workload_touches_one_file(tmp_path):
     """A copy of the package whose settings.py has one more field; every other file is the same."""
     package = tmp_path / "scalegate"

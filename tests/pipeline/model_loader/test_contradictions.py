@@ -26,6 +26,7 @@ from scalegate.pipeline.model_loader.contradictions import refuse_contradictions
 from scalegate.pipeline.model_loader.served_checkpoint import build_engine
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -138,7 +139,11 @@ def test_equal_tensors_may_be_tied(tmp_path: Path) -> None:
     refuse_contradictions(open_checkpoint(folder))
 
 
-@pytest.mark.parametrize("spec", [Int4(32), Int4(32, symmetric=True), Int8(), NVFP4(), IQ2XXS()])
+@pytest.mark.parametrize(
+    "spec",
+    exhaustive_but([Int4(32), Int4(32, symmetric=True), Int8(), NVFP4(), IQ2XXS()], Int4(32), NVFP4()),
+    ids=str,
+)
 def test_a_block_of_zeros_or_of_the_tiniest_numbers_is_no_contradiction(
     spec: WeightFormat, example_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """A push that is killed or cut off, and run again: nothing partial is ever seen, nothing is sent twice."""
 
 import pytest
+from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.pipeline.publishing.fake_hub import INITIAL_FILES, Drop, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import make_artifact
 
@@ -42,17 +43,23 @@ def push_until_killed(hub, pipeline, artifact, moment, step, count):
 
 @pytest.mark.parametrize(
     ("moment", "step", "count"),
-    [
+    exhaustive_but(
+        [
+            ("after", "POST create", 1),
+            ("half_way", "PUT lfs", 1),
+            ("half_way", "PUT lfs", 3),
+            ("after", "PUT lfs", 2),
+            ("before", "POST commit", 1),
+            ("after", "POST commit", 1),
+            ("before", "GET resolve", 4),
+            ("before", "PUT settings", 1),
+            ("after", "PUT settings", 1),
+        ],
         ("after", "POST create", 1),
-        ("half_way", "PUT lfs", 1),
         ("half_way", "PUT lfs", 3),
-        ("after", "PUT lfs", 2),
-        ("before", "POST commit", 1),
         ("after", "POST commit", 1),
-        ("before", "GET resolve", 4),
         ("before", "PUT settings", 1),
-        ("after", "PUT settings", 1),
-    ],
+    ),
 )
 def test_killed_and_run_again(hub, pipeline, artifact, moment, step, count):
     push_until_killed(hub, pipeline, artifact, moment, step, count)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from scalegate.pipeline.commands.quantize import MAX_SHARD_BYTES, quantize
+from scalegate.tests.exhaustive import exhaustive_but
 
 pytestmark = pytest.mark.numeric
 
@@ -37,7 +38,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize("recipe", exhaustive_but(SHIPPED, "int4-hqq"))
 def test_the_shipped_recipes_write_the_bytes_they_always_wrote(
     example_checkpoint: Path, tmp_path: Path, recipe: str
 ) -> None:
@@ -45,7 +46,7 @@ def test_the_shipped_recipes_write_the_bytes_they_always_wrote(
     assert artifact.files["model.safetensors"].sha256 == SHIPPED[recipe]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", exhaustive_but(OWN, "several shards", "torchao"))
 def test_so_do_rules_shards_and_the_other_export_config_and_index_included(
     example_checkpoint: Path, tmp_path: Path, name: str
 ) -> None:

@@ -33,6 +33,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "SEQUENCES", 40)
     monkeypatch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
     monkeypatch.setattr(layer_stream, "SEQUENCES_AT_ONCE", 5)
+    # The text alone: what the model writes beside it would be as many sequences again.
+    monkeypatch.setattr(job_calibration, "can_draw", lambda *_: False)
 
 
 def recipe(spec: WeightFormat, steps: int) -> Recipe:
@@ -53,19 +55,17 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return load_model(folder, progress=False).model(tokens).logits.float()
 
 
-def test_a_layer_s_outputs_get_nearer(example_checkpoint: Path, heldout_text: Path, tmp_path: Path) -> None:
+def test_a_layer_s_outputs_get_nearer(two_layers: Path, heldout_text: Path, tmp_path: Path) -> None:
     layer = ("model.layers.0.*",)
     plain = Recipe("plain", spec=Int4(64), method=AWQ, include=layer)
     learned = Recipe("learned", spec=Int4(64), method=AWQ, include=layer, learned_rounding=24)
-    artifacts = [
-        make(example_checkpoint, asked, tmp_path / asked.name, heldout_text) for asked in (plain, learned)
-    ]
+    artifacts = [make(two_layers, asked, tmp_path / asked.name, heldout_text) for asked in (plain, learned)]
     assert LEARNED not in artifacts[0].quantization[CALIBRATION]
     (errors,) = artifacts[1].quantization[CALIBRATION][LEARNED].values()
     assert errors["after"] < 0.9 * errors["before"]
-    tokens = read_calibration_text(open_checkpoint(example_checkpoint), str(heldout_text)).sequences
+    tokens = read_calibration_text(open_checkpoint(two_layers), str(heldout_text)).sequences
     assert tokens is not None
-    expected = logits(example_checkpoint, tokens[-6:])
+    expected = logits(two_layers, tokens[-6:])
     far = [
         float((logits(tmp_path / artifact.recipe["name"], tokens[-6:]) - expected).norm())
         for artifact in artifacts
@@ -117,13 +117,13 @@ def test_what_is_not_better_is_not_taken(
     assert weights(tmp_path / "wild") == weights(tmp_path / "gptq")
 
 
-@pytest.mark.parametrize(("sequences", "learns"), [(4, True), (2, True), (1, False)])
+@pytest.mark.parametrize(
+    ("sequences", "learns"), exhaustive_but([(4, True), (2, True), (1, False)], (2, True), (1, False))
+)
 def test_a_short_text_is_learned_from_or_named(
     small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], sequences: int, learns: bool,
 ) -> None:  # fmt: skip
-    # What the model writes beside it would be as many sequences again.
-    monkeypatch.setattr(job_calibration, "can_draw", lambda *_: False)
     monkeypatch.setattr(calibration_text, "SEQUENCES", sequences)
     artifact = quantize(small, recipe(Int4(64), 2), tmp_path / "out", calibration=heldout_text, device="cpu")
     facts = artifact.quantization[CALIBRATION]

@@ -118,7 +118,7 @@ def test_the_gate_finds_a_norm_that_was_changed(
 
 
 def test_a_norm_that_is_none_keeps_its_weight(
-    example_checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One whose output is not proportional to its weight: what the layer gives tells."""
     monkeypatch.setattr(calibration_text, "SEQUENCES", 8)
@@ -134,13 +134,11 @@ def test_a_norm_that_is_none_keeps_its_weight(
 
     monkeypatch.setattr(calibration.LayerStream, "place", with_an_offset)
     recipe = Recipe("awq", spec=Int4(64), method=AWQ)
-    made = quantize(
-        example_checkpoint, recipe, tmp_path / "out", calibration=text, device="cpu", progress=False
-    )
+    made = quantize(two_layers, recipe, tmp_path / "out", calibration=text, device="cpu", progress=False)
     assert not [norm for norm in made.scaled_modules().values() if "input_layernorm" in norm]
 
 
-def test_a_format_that_shares_tensors_is_refused(example_checkpoint: Path, text: Path, tmp_path: Path):
+def test_a_format_that_shares_tensors_is_refused(two_layers: Path, text: Path, tmp_path: Path):
     recipe = Recipe("no", spec=NVFP4(), method=AWQ_GPTQ)
     with pytest.raises(UserError, match="has no method 'awq-gptq'"):
-        quantize(example_checkpoint, recipe, tmp_path / "out", calibration=text, progress=False)
+        quantize(two_layers, recipe, tmp_path / "out", calibration=text, progress=False)

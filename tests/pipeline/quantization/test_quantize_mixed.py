@@ -188,10 +188,10 @@ def test_experts_are_not_offered_eight_bits(tmp_path: Path) -> None:
 
 
 def test_formats_that_share_tensors_are_measured_with_those(
-    example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+    two_layers: Path, heldout_text: Path, tmp_path: Path
 ) -> None:
     options = {"calibration": heldout_text, "device": "cpu", "progress": False}
-    artifact = quantize(example_checkpoint, "nvfp4", tmp_path / "o", target_bits=8, **options)
+    artifact = quantize(two_layers, "nvfp4", tmp_path / "o", target_bits=8, **options)
     values = artifact.quantization["sensitivity"]["groups"]
     assert values and all(entry["kl"] > 0 for value in values for entry in value["formats"])
     kinds = {value["chosen"]["format"] for value in values}
@@ -235,9 +235,9 @@ def chosen_for(artifact: Artifact) -> dict[str, WeightFormat]:
 
 
 def test_layers_kept_at_16_bits_count_wherever_bits_are_said(
-    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+    two_layers: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    artifact = quantize(example_checkpoint, RECIPE, tmp_path / "o", target_bits=8, **options)
+    artifact = quantize(two_layers, RECIPE, tmp_path / "o", target_bits=8, **options)
     said = artifact.quantization["sensitivity"]["bits_per_weight"]
     assert 7 < said <= 8
     assert artifact.quantization["bits_per_weight"] == pytest.approx(said, abs=1e-3)
@@ -249,10 +249,10 @@ def test_layers_kept_at_16_bits_count_wherever_bits_are_said(
 
 
 def test_what_rules_of_the_recipe_say_stays_and_its_bits_count(
-    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+    two_layers: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     recipe = Recipe("ruled", spec=G128, rules=(Rule("*.down_proj", G32), Rule("*.q_proj", G64)))
-    artifact = quantize(example_checkpoint, recipe, tmp_path / "o", target_bits=4.4, **options)
+    artifact = quantize(two_layers, recipe, tmp_path / "o", target_bits=4.4, **options)
     formats = {
         name: spec_from_json(value["format"]) for name, value in artifact.quantization["modules"].items()
     }
@@ -349,11 +349,11 @@ def test_progress_ends_with_the_last_divergence(
 
 
 def test_a_budget_of_bits_mixes_four_and_eight_and_what_is_loaded_is_what_is_stored(
-    example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+    two_layers: Path, heldout_text: Path, tmp_path: Path
 ) -> None:
     """The command itself; with a method on a text, which rounds the layers of both formats."""
     out = tmp_path / "o"
-    words = ["quantize", example_checkpoint, "--recipe", "int4-gptq", "--calibration", heldout_text]
+    words = ["quantize", two_layers, "--recipe", "int4-gptq", "--calibration", heldout_text]
     result = CliRunner().invoke(main, [*map(str, words), "--target-bits", "6", "--out", str(out)])
     assert result.exit_code == 0, result.output
     checkpoint = open_checkpoint(out)
@@ -368,13 +368,13 @@ def test_a_budget_of_bits_mixes_four_and_eight_and_what_is_loaded_is_what_is_sto
         ("pack-quantized", 4),
         ("pack-quantized", 8),
     }
-    plain = AutoModelForCausalLM.from_pretrained(example_checkpoint, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32).eval()
     for module, stored_weight in stored.items():
         weight = plain.get_submodule(module).weight
         dequantized = stored_weight.read().dequantize(torch.float32)
         distance = float((dequantized - weight.data).norm() / weight.data.norm())
         # More than to round it: it makes up for half of what the layers before it have lost.
-        assert distance < (0.05 if stored_weight.spec.name == "int8" else 0.2)
+        assert distance < (0.1 if stored_weight.spec.name == "int8" else 0.2)
         weight.data.copy_(dequantized)
     ids = torch.arange(3, 40).view(1, -1)
     with torch.no_grad():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from scalegate.pipeline.quantization.shards.work_record import (
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.records.recipe_fields import GPTQ
 from scalegate.tests.bench.quantization import resume
+from scalegate.tests.exhaustive import exhaustive_but
 
 RECIPE = Recipe("test", spec=Int4(128))
 SHARD_BYTES = 300_000
@@ -111,8 +113,13 @@ def test_finished_shards_stay_and_half_written_ones_go(
     assert resume.differing_files(tmp_path / "whole", interrupted) == []
 
 
-@pytest.mark.parametrize("is_renamed", [False, True])
-@pytest.mark.parametrize("suffix", [".safetensors", FINISHED_SUFFIX])
+@pytest.mark.parametrize(
+    ("suffix", "is_renamed"),
+    exhaustive_but(
+        product([".safetensors", FINISHED_SUFFIX], [False, True]),
+        (".safetensors", True), (FINISHED_SUFFIX, False),
+    ),
+)  # fmt: skip
 def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
     suffix: str,
     is_renamed: bool,

@@ -5,6 +5,7 @@ The reference rounds keys and values inside transformers' own attention, with no
 
 import copy
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from scalegate.serving_check.engine.attention import AttentionLayer
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.tests.exhaustive import exhaustive_but
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -120,8 +122,10 @@ def served(engine: Engine) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in engine.generate(prompts(), GREEDY)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    exhaustive_but(product(CONFIGS, FORMATS), ("window", "fp8"), ("qwen3", "int8_per_token_head")),
+)
 def test_tokens_are_those_over_the_stored_values_batched_alone_and_preempted(architecture: str, name: str):
     model, scales = lively_model(CONFIGS[architecture]), FORMATS[name]
     want = expected(model, name, scales)

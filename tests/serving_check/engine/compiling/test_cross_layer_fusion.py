@@ -14,6 +14,7 @@ from scalegate.serving_check.engine.compiling.cross_layer_fusion import (
     PrecomputedNorm,
     fuse_across_layers,
 )
+from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,7 +68,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list:
     return traced
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("architecture", exhaustive_but(["qwen3", "gemma2", "phi3"], "gemma2", "phi3"))
 def test_the_input_norm_of_every_layer_after_the_first_is_computed_by_the_one_before(
     architecture: str, compilations: list
 ):
