@@ -19,6 +19,13 @@ _SHARED = {
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {**_SHARED, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "qwen3-8b": {**_SHARED, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "qwen3-8b-3-layers": {
+        **_SHARED,
+        "num_hidden_layers": 3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
     "qwen3-8b-8-layers": {
         **_SHARED,
         "num_hidden_layers": 8,

@@ -141,8 +141,13 @@ def greedy(tokens: int) -> SamplingParams:
 
 def wave(engine: Engine, n: int, input_len: int, asked: SamplingParams) -> tuple[float, float]:
     """Seconds that n requests take together, and the p99 of their times per output token after the first."""
-    output_len = asked.max_tokens
     engine.generate(prompts(n, input_len), greedy(4))
+    return timed_wave(engine, n, input_len, asked)
+
+
+def timed_wave(engine: Engine, n: int, input_len: int, asked: SamplingParams) -> tuple[float, float]:
+    """The figures of `wave`, without the requests that it answers first."""
+    output_len = asked.max_tokens
     arrivals: dict[str, list[float]] = {}
 
     def serve() -> None:
