@@ -156,7 +156,7 @@ def preview(
     _say_fitted(job, progress=True)
     folder = Path(out).expanduser()
     _refuse_inside_itself(checkpoint, folder)
-    return estimate(job, divide_into_shards(checkpoint, job.tasks.in_order, MAX_SHARD_BYTES), folder)
+    return estimate(job, divide_into_shards(job, MAX_SHARD_BYTES), folder)
 
 
 def bytes_to_write(
@@ -254,7 +254,7 @@ def _write_all_shards(
     other processes read the results that the first has kept.
     """
     checkpoint, tasks = job.checkpoint, job.tasks.in_order
-    shards = divide_into_shards(checkpoint, tasks, max_shard_bytes)
+    shards = divide_into_shards(job, max_shard_bytes)
     if ranks.is_first:
         _require_room(record, sum(output_bytes(checkpoint, task) for task in tasks))
     shared = find_shared_tensors(checkpoint, shards, job.quantizer, record, ranks, progress)

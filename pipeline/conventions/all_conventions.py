@@ -2,7 +2,7 @@
 
 from ...base.errors import UserError
 from ..checkpoints.checkpoint import Checkpoint
-from . import decoded, fp8, modelopt, plain, scalegate, torchao  # noqa: F401 - registers them
+from . import decoded, fp8, gpt_oss, modelopt, plain, scalegate, torchao  # noqa: F401 - registers them
 from .compressed_tensors import convention as compressed_tensors  # noqa: F401 - registers it
 from .convention import CONVENTIONS, EXPORTS, Convention
 

@@ -156,6 +156,22 @@ class ExportDefaults:
 
 
 @runtime_checkable
+class StackingConvention(Protocol):
+    """An export convention that stores the experts of a layer in one tensor, as the model has them."""
+
+    def refuses_model(self, model_type: str) -> str | None:
+        """Return None if the convention is read for this architecture, otherwise the reason and a remedy."""
+        ...
+
+    def stacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint tensors that store all experts of one tensor of the source.
+
+        tensors: what `tensors` has returned for each of the experts' weights, in order
+        """
+        ...
+
+
+@runtime_checkable
 class KVCacheConvention(Protocol):
     """An export convention that has a place for how keys and values are stored."""
 

@@ -1,6 +1,7 @@
 """Checkpoints in 4 or 8 bits that are read as sources and baselines: MXFP4, GPTQ, AWQ, bitsandbytes.
 
 `checkpoints/` decodes these checkpoints' tensors when it opens them; this file only has the tensors' names.
+A release in gpt-oss' MXFP4 is no source (`gpt_oss.py`).
 """
 
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 from ...layouts.formats.unquantized import Unquantized
 from ..checkpoints.checkpoint import DECODERS, Checkpoint
 from ..checkpoints.decoded_tensors import DecodedTensor
+from ..checkpoints.mxfp4 import METHOD as MXFP4
 from .convention import CONVENTIONS, StoredWeight
 from .stored import not_converted
 
@@ -19,7 +21,8 @@ class DecodedSources:
     reads = f"{', '.join(DECODERS)} sources"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
-        return (checkpoint.quantization_config or {}).get("quant_method") in DECODERS
+        method = (checkpoint.quantization_config or {}).get("quant_method")
+        return method in DECODERS and not (method == MXFP4 and checkpoint.is_released)
 
     def modules(self, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         """The convention names linear layers; experts that lie in one tensor are read as that tensor."""

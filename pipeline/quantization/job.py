@@ -1,6 +1,6 @@
 """A quantize job: all decisions are made before the first weight is read, and impossible jobs are refused."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...layouts.kv.format import KV_FORMATS, largest_of
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..conventions.all_conventions import EXPORTS
-from ..conventions.convention import ExportConvention, kv_declaration
+from ..conventions.convention import ExportConvention, StackingConvention, kv_declaration
 from ..conventions.declared import stored_weights
 from ..conventions.plain import NAME as PLAIN
 from ..records.recipe import Recipe, matches
@@ -20,11 +20,11 @@ from .calibration.calibration_needs import CalibrationNeeds, calibration_needs
 from .calibration.calibration_text import CalibrationText, read_calibration_text
 from .calibration.text_source import text_source
 from .quantizers.all_quantizers import QUANTIZERS
-from .shards.tasks import QuantizationTasks, make_tasks
+from .shards.tasks import QuantizationTasks, make_tasks, with_whole_biases
 from .shards.weight_tensors import WeightQuantizer
 
 DEFAULT_EXPORT, OWN_EXPORT, MODELOPT_EXPORT = "compressed-tensors", "scalegate", "modelopt"
-BLOCKS_EXPORT = "fp8"
+BLOCKS_EXPORT, EXPERTS_EXPORT = "fp8", "mxfp4"
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -70,8 +70,17 @@ def prepare(
     _refuse_quantized(checkpoint)
     tasks = make_tasks(checkpoint, recipe)
     specs, embeddings = tasks.specs, tasks.embeddings
+    if export is None and specs and _stacking_refusal(checkpoint, EXPERTS_EXPORT, specs) is None:
+        export = EXPERTS_EXPORT
     export = export or _default_export(specs.values(), recipe.kv_cache)
     convention = EXPORTS[export]
+    if isinstance(convention, StackingConvention):
+        reason = _stacking_refusal(checkpoint, export, specs)
+        if reason is None and any(task.linear and not task.is_quantized for task in tasks.in_order):
+            reason = f"{export} holds all experts of a layer alike, and the recipe keeps some of them"
+        if reason is not None:
+            raise UserError(f"{checkpoint.source}: {reason}")
+        tasks = with_whole_biases(tasks)
     for module, spec in specs.items():
         reason = _refusal(spec) or convention.refuses(spec, module, module in embeddings)
         if reason is not None:
@@ -133,6 +142,18 @@ def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
     alone = not is_declared and kv_declaration(modelopt, kv_cache)
     fits = len(set(specs)) == 1 and all(modelopt.refuses(spec, "") is None for spec in specs)
     return MODELOPT_EXPORT if alone and fits else DEFAULT_EXPORT
+
+
+def _stacking_refusal(checkpoint: Checkpoint, export: str, specs: Mapping[str, WeightFormat]) -> str | None:
+    """Return why the experts of this model cannot be stored stacked; None if they can, and all of them are
+    quantized.
+    """
+    convention = EXPORTS[export]
+    of_model: str | None = f"{export} stores experts one by one"
+    if isinstance(convention, StackingConvention):
+        of_model = convention.refuses_model(checkpoint.model_type)
+    refused = (EXPORTS[export].refuses(spec, module) for module, spec in specs.items())
+    return of_model or next(filter(None, refused), None)
 
 
 def _refusal(spec: WeightFormat) -> str | None:

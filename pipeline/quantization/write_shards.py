@@ -1,10 +1,10 @@
 """Writes an artifact's shards one task after another, and the files beside them."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -20,7 +20,7 @@ from ...layouts.kv.format import KVScales
 from ..checkpoints.checkpoint import CONFIG_NAME, INDEX_NAME, Checkpoint
 from ..checkpoints.quantization_section import MLX_SECTION, OLD_SECTION, SECTION
 from ..checkpoints.safetensors_file import hold_the_same, read_header
-from ..conventions.convention import kv_scale_names
+from ..conventions.convention import ExportConvention, StackingConvention, kv_scale_names
 from ..model_loader.prediction_heads import without_heads
 from ..model_loader.skeleton import model_config
 from ..records.artifact import SCALED_BY, FileRecord
@@ -31,7 +31,7 @@ from .shards.progress import byte_bar
 from .shards.ranks import Ranks
 from .shards.shard_writer import ShardWriter, header_room
 from .shards.shared_tensors import Shared
-from .shards.tasks import WeightTask, source_bytes
+from .shards.tasks import WeightTask, source_bytes, tasks_by_tensor
 from .shards.weight_tensors import read_bias, read_kept, read_linear, refuse_non_finite
 from .shards.work_record import FinishedShard, WorkRecord
 from .solvers.equalization import EqualizedNorm
@@ -59,18 +59,27 @@ class PassResults:
         return next((name for name, norm in self.equalized.items() if module in norm.modules), None)
 
 
-def divide_into_shards(
-    checkpoint: Checkpoint, tasks: list[WeightTask], max_shard_bytes: int
-) -> dict[str, list[WeightTask]]:
-    """Divide the tasks, in order, among files of at most `max_shard_bytes`; a larger task gets its own
-    file."""
+def divide_into_shards(job: QuantizeJob, max_shard_bytes: int) -> dict[str, list[WeightTask]]:
+    """Divide the tasks, in order, among files of at most `max_shard_bytes`; a larger task gets its own file.
+
+    If a convention stacks experts, all tasks of a tensor are in one file.
+    """
+    tasks = job.tasks.in_order
+    parts = tasks_by_tensor(tasks) if _stacks(job) else [[task] for task in tasks]
     split = split_state_dict_into_shards_factory(
-        {str(index): task for index, task in enumerate(tasks)},
-        get_storage_size=lambda task: output_bytes(checkpoint, task),
+        {str(index): part for index, part in enumerate(parts)},
+        get_storage_size=lambda part: sum(output_bytes(job.checkpoint, task) for task in part),
         filename_pattern=SHARD_NAME,
         max_shard_size=max_shard_bytes,
     )
-    return {file: [tasks[int(index)] for index in own] for file, own in split.filename_to_tensors.items()}
+    return {
+        file: [task for index in own for task in parts[int(index)]]
+        for file, own in split.filename_to_tensors.items()
+    }
+
+
+def _stacks(job: QuantizeJob) -> bool:
+    return isinstance(job.convention, StackingConvention)
 
 
 def output_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:
@@ -115,9 +124,14 @@ def write_shards(
             room = header_room([*_names_with_room(shards[name]), *last], job.file_metadata)
             with atomic_path(path) as partial:
                 with ShardWriter(partial, room, job.file_metadata) as writer:
-                    for task in shards[name]:
-                        modules |= _carry_out(job, task, results, writer)
-                        read(source_bytes(job.checkpoint, task))
+                    for tasks in tasks_by_tensor(shards[name]):
+                        is_stacked = _stacks(job) and tasks[0].is_quantized
+                        taken = _Experts() if is_stacked else writer
+                        for task in tasks:
+                            modules |= _carry_out(job, task, results, taken)
+                            read(source_bytes(job.checkpoint, task))
+                        if isinstance(taken, _Experts):
+                            taken.write(job.convention, writer)
                     for tensor, scale in last.items():
                         writer.add(tensor, scale)
                 # Before the shard has its name: one that has it is never made again, wherever a kill strikes.
@@ -138,8 +152,39 @@ def _names_with_room(tasks: list[WeightTask]) -> Iterator[str]:
                 yield f"{task.linear.module}._weight_{tensor}_and_more"
 
 
+class Taking(Protocol):
+    """What a task's tensors are given to: a shard's writer, or a collection that is written later."""
+
+    def add(self, name: str, tensor: Tensor) -> None: ...
+
+    def add_chunks(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Iterable[Tensor]
+    ) -> None: ...
+
+
+class _Experts:
+    """The tensors of all experts of one tensor of the source, until they are written together."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = tensor
+
+    def add_chunks(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Iterable[Tensor]
+    ) -> None:
+        raise TypeError(f"{name} is of no expert")
+
+    def write(self, convention: ExportConvention, writer: ShardWriter) -> None:
+        if not isinstance(convention, StackingConvention):
+            raise TypeError(f"{convention.name} stores experts one by one")
+        for name, tensor in convention.stacked(self.tensors).items():
+            writer.add(name, tensor)
+
+
 def _carry_out(
-    job: QuantizeJob, task: WeightTask, results: PassResults, writer: ShardWriter
+    job: QuantizeJob, task: WeightTask, results: PassResults, writer: Taking
 ) -> dict[str, dict[str, Any]]:
     """Write one task's tensors. Return the measurements of a quantized module, by the module's name."""
     checkpoint, linear = job.checkpoint, task.linear

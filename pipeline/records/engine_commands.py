@@ -13,6 +13,7 @@ from ...serving_check.engine.options import UNQUANTIZED
 TRANSFORMERS_NEEDS = {
     "compressed-tensors": "transformers compressed-tensors",
     "torchao": "transformers torchao",
+    "mxfp4": "transformers accelerate",
 }
 # transformers 5.23 and 5.24 take no zero points in compressed-tensors checkpoints, whoever made them: on the
 # meta device `PackedQuantizationCompressor.compress` leaves `weight_zero_point` unpacked, in another shape.

@@ -7,7 +7,8 @@ at once.
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from ....base.errors import UserError
 from ....layouts.formats.unquantized import Unquantized
@@ -107,6 +108,17 @@ class QuantizationTasks:
         """Return quantized modules that are embeddings."""
         linears = [task.linear for task in self.in_order if task.linear and task.is_quantized]
         return [linear.module for linear in linears if linear.role == EMBEDDING]
+
+
+def with_whole_biases(tasks: QuantizationTasks) -> QuantizationTasks:
+    """Return the tasks with each tensor of all experts' biases copied as it is."""
+    in_order = [WeightTask(task.tensor) if task.bias is not None else task for task in tasks.in_order]
+    return replace(tasks, in_order=list(dict.fromkeys(in_order)))
+
+
+def tasks_by_tensor(tasks: Iterable[WeightTask]) -> list[list[WeightTask]]:
+    """Return the tasks, in order, with those of one tensor of the checkpoint together."""
+    return [list(own) for _, own in groupby(tasks, lambda task: task.tensor)]
 
 
 def source_bytes(checkpoint: Checkpoint, task: WeightTask) -> int:

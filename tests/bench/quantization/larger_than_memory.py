@@ -126,7 +126,7 @@ def plan_and_begin(source: Path, out: Path, recipe: str, nbytes: int, shard_byte
     started = time.perf_counter()
     checkpoint = open_checkpoint(source)
     job = prepare(checkpoint, load_recipe(recipe), None, "cpu")
-    shards = divide_into_shards(checkpoint, job.tasks.in_order, shard_bytes)
+    shards = divide_into_shards(job, shard_bytes)
     planned = time.perf_counter() - started
     planning_peak = _peak_bytes()
     chosen, read = {}, 0
