@@ -118,14 +118,20 @@ def plain_slice(words, SLICE: tl.constexpr):
 
 
 @triton.jit
+def plain_codes(words, BN: tl.constexpr):
+    """Return the codes of a tile, times 2^-126, [BN, 128] in fp32."""
+    even = tl.join(plain_slice(words, 0), plain_slice(words, 2))
+    odd = tl.join(plain_slice(words, 1), plain_slice(words, 3))
+    codes = tl.reshape(tl.join(even, odd), [BN, 8, 2, 2, 2, 2])  # row, t, j / 4, h, j / 2 % 2, j % 2
+    return tl.reshape(tl.permute(codes, [0, 2, 4, 5, 1, 3]), [BN, 128])
+
+
+@triton.jit
 def unpack_plainly(
     words, scale_words, DECODER: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
     """Unpack as `unpack_in_registers` does, but without PTX, for the interpreter."""
-    even = tl.join(plain_slice(words, 0), plain_slice(words, 2))
-    odd = tl.join(plain_slice(words, 1), plain_slice(words, 3))
-    codes = tl.reshape(tl.join(even, odd), [BN, 8, 2, 2, 2, 2])  # row, t, j / 4, h, j / 2 % 2, j % 2
-    codes = tl.reshape(tl.permute(codes, [0, 2, 4, 5, 1, 3]), [BN, 128])
+    codes = plain_codes(words, BN)
     slice_ = (tl.arange(0, 128) // 16)[None, :]
     scale = tl.zeros([BN, 128], tl.float32)
     for j in tl.static_range(8):

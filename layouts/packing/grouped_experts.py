@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES
-from ...kernels.experts import gated, int4, nvfp4, one_token, unquantized
+from ...kernels.experts import fp8, gated, int4, mxfp4, nvfp4, one_token, unquantized
 from ...kernels.experts import packed as packed_experts
+from ...kernels.fp8.round_rows import round_rows
 from ...kernels.nvfp4.packing import FACTOR
+from ..formats.fp8 import FP8, FP8Weight
+from ..formats.input_format import dynamic_input
 from ..formats.int4 import Int4, Int4Weight, unpack_nibbles
+from ..formats.mxfp4 import MXFP4, MXFP4Weight
 from ..formats.nvfp4 import NVFP4, NVFP4Weight
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight, weight_of
@@ -26,6 +30,7 @@ from .trial import trial_refusal
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
 RUN_ON = ((9, 0),)
+E4M3_CAPABILITY = (8, 9)
 
 
 def _serves(formats: tuple[type, ...] | None, dtypes: tuple[torch.dtype, ...]) -> Serves:
@@ -150,6 +155,80 @@ class GroupedNVFP4:
         words, scales, factor = (packed.tensors[name] for name in ("words", "scale_words", "factor"))
         n, decoder = packed.shape[1], nvfp4.NVFP4Experts(half=False)
         return packed_experts.grouped_matmul(x, words, scales, factor, routing.blocks, n, decoder)
+
+
+class GroupedMXFP4:
+    """MXFP4 in the order of the matrix unit's registers, for bfloat16."""
+
+    name = "grouped_mxfp4"
+    kernel = "mxfp4_grouped_kernel"
+    run_on = ()
+    translated_for = ()
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = _serves((MXFP4,), (torch.bfloat16,)).refuses(problem)
+        refusal = refusal or problem.spec.refuses(problem.n, problem.k)
+        return refusal or trial_refusal(self, problem)
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        # One expert at a time: the codes a byte each are four times as large as the rest together.
+        parts = [self._pack(weight) for weight in weights]
+        words, scales, factors = (torch.stack(column) for column in zip(*parts, strict=True))
+        tensors = {"words": words, "scale_words": scales, "factor": factors}
+        return PackedWeight(self.name, weights[0].spec, (len(weights), *weights[0].shape), dtype, tensors)
+
+    def _pack(self, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
+        if not isinstance(weight, MXFP4Weight):
+            raise TypeError(f"layout {self.name} packs MXFP4Weight, not {type(weight).__name__}")
+        return mxfp4.pack(unpack_nibbles(weight.codes), weight.scale)
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        words, scales, factor = (packed.tensors[name] for name in ("words", "scale_words", "factor"))
+        n, decoder = packed.shape[1], mxfp4.MXFP4Experts(half=False)
+        return packed_experts.grouped_matmul(x, words, scales, factor, routing.blocks, n, decoder)
+
+
+class GroupedFP8:
+    """FP8 as the checkpoint has it, for bfloat16 and float16; inputs are rounded row by row."""
+
+    name = "grouped_fp8"
+    kernel = "fp8_grouped_kernel"
+    rounds_inputs = True
+    run_on = RUN_ON
+    translated_for = ()
+    _serves = Serves(
+        (FP8,),
+        "cuda",
+        DTYPES,
+        experts=True,
+        invariance_modes=INVARIANCE_MODES,
+        capability=E4M3_CAPABILITY,
+        rounds_inputs=True,
+    )
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = self._serves.refuses(problem) or problem.spec.refuses(problem.n, problem.k)
+        if refusal is None and dynamic_input(problem.spec) is None:
+            return f"{IS_FOR} inputs with scales of their own"
+        return refusal or trial_refusal(self, problem)
+
+    def pack_experts(self, weights: Sequence[Weight], dtype: torch.dtype) -> PackedWeight:
+        parts = [self._pack(weight) for weight in weights]
+        codes, scales = (torch.stack(column) for column in zip(*parts, strict=True))
+        tensors = {"codes": codes, "scale": scales}
+        return PackedWeight(self.name, weights[0].spec, (len(weights), *weights[0].shape), dtype, tensors)
+
+    def _pack(self, weight: Weight) -> tuple[Tensor, Tensor]:
+        """Return the codes [N, K], and fp32 scales [G, N]."""
+        if not isinstance(weight, FP8Weight):
+            raise TypeError(f"layout {self.name} packs FP8Weight, not {type(weight).__name__}")
+        scale = weight.scale.float()
+        return weight.codes, scale.t() if scale.dim() else scale.expand(1, weight.shape[0])
+
+    def grouped_matmul(self, x: Tensor, packed: PackedWeight, routing: Routing) -> Tensor:
+        codes, scale = packed.tensors["codes"], packed.tensors["scale"]
+        inputs, input_scale = round_rows(x, in_groups=scale.shape[1] > 1)
+        return fp8.grouped_matmul(inputs, input_scale, codes, scale, routing.blocks, x.dtype)
 
 
 class GroupedDequantize:

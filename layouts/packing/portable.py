@@ -1,4 +1,4 @@
-"""Our own layouts for GPUs from compute capability 8.0 on: INT4, INT8, NVFP4 and IQ2_XXS, one Triton kernel.
+"""Our own layouts for GPUs from compute capability 8.0 on, of all packed formats; one Triton kernel.
 
 The bytes are the same as for experts (`grouped_experts.py`), except for IQ2_XXS; the kernel is
 `kernels/portable/packed_matmul.py`. The kernel's sums have one order at any number of rows, so one layout
@@ -6,7 +6,7 @@ serves every mode of batch invariance, except where Triton uses another matrix i
 which sums in another order. Not for the CPU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES, TUNED
 from ...kernels.device import compute_capability, keeps_sums_in_registers
-from ...kernels.experts import int4, nvfp4
+from ...kernels.experts import int4, mxfp4, nvfp4
 from ...kernels.experts.packed import ExpertsDecoder
 from ...kernels.iq2_xxs.grid import grid
 from ...kernels.nvfp4.packing import FACTOR
@@ -25,6 +25,7 @@ from ...kernels.triton_imports import FOUR_IN_A_ROW
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.int8 import Int8, Int8Weight
 from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
+from ..formats.mxfp4 import MXFP4, MXFP4Weight
 from ..formats.nvfp4 import NVFP4, NVFP4Weight
 from ..formats.weight_format import Weight
 from .int4_affine import int4_of, require_int4
@@ -77,11 +78,14 @@ class Packing(Protocol):
 class PortableLayout:
     """Multiplies by the portable kernel on one format's packed bytes."""
 
-    run_on = ((9, 0),)
-    translated_for = ((8, 0), (8, 9))
-
-    def __init__(self, packing: Packing):
+    def __init__(
+        self,
+        packing: Packing,
+        run_on: Sequence[tuple[int, int]] = ((9, 0),),
+        translated_for: Sequence[tuple[int, int]] = ((8, 0), (8, 9)),
+    ):
         self.packing = packing
+        self.run_on, self.translated_for = tuple(run_on), tuple(translated_for)
         self.name = packing.name
         self.kernel = f"{packing.kernel_prefix}_portable_kernel"
 
@@ -175,6 +179,28 @@ class NVFP4Packing:
         return nvfp4.NVFP4Experts(half=packed.dtype == torch.float16)
 
 
+class MXFP4Packing:
+    """MXFP4 weights, for activations in bf16."""
+
+    format = MXFP4
+    name = "mxfp4_portable"
+    kernel_prefix = mxfp4.MXFP4Experts.name
+    dtypes = (torch.bfloat16,)
+    planes = 1
+
+    def refuses(self, problem: Problem) -> str | None:
+        return problem.spec.refuses(problem.n, problem.k)
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, int]]:
+        if not isinstance(weight, MXFP4Weight):
+            raise TypeError(f"layout {self.name} packs MXFP4Weight, not {type(weight).__name__}")
+        words, scale_words, factor = mxfp4.pack(unpack_nibbles(weight.codes), weight.scale)
+        return {"words": words, "scale_words": scale_words, "factor": factor.reshape(1)}, {}
+
+    def decoder(self, packed: PackedWeight) -> ExpertsDecoder:
+        return mxfp4.MXFP4Experts(half=packed.dtype == torch.float16)
+
+
 class Int8Packing:
     """INT8 as two planes of INT4."""
 
@@ -228,5 +254,6 @@ class IQ2XXSPacking:
 
 INT4_PORTABLE = PortableLayout(Int4Packing())
 NVFP4_PORTABLE = PortableLayout(NVFP4Packing())
+MXFP4_PORTABLE = PortableLayout(MXFP4Packing(), run_on=(), translated_for=())
 INT8_PORTABLE = PortableLayout(Int8Packing())
 IQ2_XXS_PORTABLE = PortableLayout(IQ2XXSPacking())

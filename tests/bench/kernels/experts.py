@@ -1,13 +1,14 @@
-"""Times the grouped products of a mixture-of-experts layer, unquantized and INT4, beside torch's.
+"""Times the grouped products of a mixture-of-experts layer, unquantized, INT4 and FP8, beside torch's.
 
     python -P tests/bench/kernels/experts.py --out OUT/experts.json
     python -P tests/bench/kernels/experts.py --tune --out tuned.json
 
-Qwen3-30B-A3B's shape and INT4 in groups of 128. Calls run in CUDA graphs over several layers' weights and as
-many random routings, each token's experts distinct; figures are medians of interleaved samples. A layer is
-routing and both products, without the activation between them; `grouped_mm` is what transformers does under
-`experts_implementation="grouped_mm"`: sort, gather, count, the two products, back into order. GB/s are the
-bytes of the experts taken, each once, over the time of a product. Answers are compared with fp32 first.
+Qwen3-30B-A3B's shape, INT4 in groups of 128, FP8 with a scale a row and the rounding of its inputs. Calls run
+in CUDA graphs over several layers' weights and as many random routings, each token's experts distinct;
+figures are medians of interleaved samples. A layer is routing and both products, without the activation
+between them; `grouped_mm` is what transformers does under `experts_implementation="grouped_mm"`: sort,
+gather, count, the two products, back into order. GB/s are the bytes of the experts taken, each once, over the
+time of a product. Answers are compared with fp32 first.
 
 `--tune` tries tiles and rows of a block for one number of tokens of each bucket of `kernels/experts/tile.py`,
 for each product alone, and prints the quickest beside what the tables say.
@@ -26,10 +27,12 @@ from pathlib import Path
 import torch
 import triton
 from scalegate.base.atomic_files import write_json
-from scalegate.kernels.experts import int4, packed, unquantized
+from scalegate.kernels.experts import fp8, int4, packed, unquantized
 from scalegate.kernels.experts.routing import ExpertRouting, route
 from scalegate.kernels.experts.tile import BLOCK_ROWS, Tile, bucket_of
+from scalegate.kernels.fp8.round_rows import round_rows
 from scalegate.layouts.choosing.timing import TimingBudget, interleaved_microseconds
+from scalegate.layouts.formats.e4m3 import PER_TOKEN
 from torch import Tensor
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
@@ -71,6 +74,17 @@ def int4_weights() -> Int4Weights:
     }
 
 
+def fp8_weights() -> Int4Weights:
+    """Codes [E, N, K] and scales [E, 1, N]."""
+    made: Int4Weights = {name: [] for name in SHAPES}
+    for name, (n, k) in SHAPES.items():
+        for _ in range(LAYERS):
+            codes = torch.randn(EXPERTS, n, k, device=DEVICE).mul(100).clamp(-448, 448)
+            scale = torch.rand(EXPERTS, 1, n, device=DEVICE).add(0.5).mul(0.0002)
+            made[name].append((codes.to(torch.float8_e4m3fn), scale))
+    return made
+
+
 def random_routings(tokens: int) -> list[Tensor]:
     return [torch.rand(tokens, EXPERTS, device=DEVICE).topk(TOP_K).indices for _ in range(ROUTINGS)]
 
@@ -96,7 +110,18 @@ def multiply_int4(
     return int4.grouped_matmul(x, words, scale_words, routing, SHAPES[name][0], GROUP_SIZE, False, tile=tile)
 
 
-MULTIPLY: dict[str, Callable[..., Tensor]] = {"bf16": multiply_dense, "int4": multiply_int4}
+def multiply_fp8(
+    name: str, x: Tensor, weights: Int4Weights, i: int, routing: ExpertRouting, tile=None
+) -> Tensor:
+    inputs, scale = round_rows(x)
+    return fp8.grouped_matmul(inputs, scale, *weights[name][i % LAYERS], routing, x.dtype, tile=tile)
+
+
+MULTIPLY: dict[str, Callable[..., Tensor]] = {
+    "bf16": multiply_dense,
+    "int4": multiply_int4,
+    "fp8": multiply_fp8,
+}
 
 
 def grouped_mm_layer(x: dict[str, Tensor], weights: Weights, expert: Tensor, i: int) -> Tensor:
@@ -127,6 +152,9 @@ def relative_error(kind: str, name: str, x: Tensor, weights, expert: Tensor, rou
     rows = x.repeat_interleave(routing.count // len(x), 0).float()
     if kind == "int4":
         dense = int4.reference_weight(*weights[name][0], SHAPES[name][0], GROUP_SIZE, False, torch.bfloat16)
+    elif kind == "fp8":
+        codes, scale = weights[name][0]
+        dense, rows = codes.float() * scale.transpose(1, 2), PER_TOKEN.round(rows)
     else:
         dense = weights[name][0]
     wrong = whole = 0.0
@@ -140,7 +168,7 @@ def relative_error(kind: str, name: str, x: Tensor, weights, expert: Tensor, rou
 def bytes_taken(kind: str, name: str, experts: list[Tensor]) -> float:
     """Of the weights of the experts that a routing takes, on average."""
     n, k = SHAPES[name]
-    bits = 16.0 if kind == "bf16" else 4.0 + 32.0 / GROUP_SIZE
+    bits = {"bf16": 16.0, "int4": 4.0 + 32.0 / GROUP_SIZE, "fp8": 8.0 + 32.0 / k}[kind]
     taken = sum(len(expert.unique()) for expert in experts) / len(experts)
     return taken * n * k * bits / 8
 
@@ -152,6 +180,7 @@ def measure(tokens: int, weights: dict[str, dict], budget: TimingBudget) -> dict
     calls: dict[str, Callable[[int], object]] = {
         "layer_bf16": partial(our_layer, "bf16", x, weights["bf16"], experts),
         "layer_int4": partial(our_layer, "int4", x, weights["int4"], experts),
+        "layer_fp8": partial(our_layer, "fp8", x, weights["fp8"], experts),
         "routing": lambda i: route(experts[i], EXPERTS),
         "layer_grouped_mm": lambda i: grouped_mm_layer(x, weights["bf16"], experts[i], i),
     }
@@ -173,13 +202,14 @@ def measure(tokens: int, weights: dict[str, dict], budget: TimingBudget) -> dict
     figures |= {f"{call}_us": microseconds for call, microseconds in times.items()}
     for kind, name in itertools.product(MULTIPLY, SHAPES):
         figures[f"{name}_{kind}_gb_s"] = bytes_taken(kind, name, experts) / times[f"{name}_{kind}"] / 1e3
-    figures["int4_over_bf16"] = times["layer_bf16"] / times["layer_int4"]
+    for kind in ("int4", "fp8"):
+        figures[f"{kind}_over_bf16"] = times["layer_bf16"] / times[f"layer_{kind}"]
     return figures
 
 
 HEADINGS = (
-    "     T  routing | gate_up bf16 (GB/s)    int4 (GB/s) | down bf16 (GB/s)    int4 (GB/s) | "
-    "layer bf16   int4  grouped_mm  int4/bf16"
+    "     T  routing | gate_up bf16 (GB/s)    int4 (GB/s)     fp8 (GB/s) | down bf16 (GB/s)    int4 (GB/s)"
+    "     fp8 (GB/s) | layer bf16   int4    fp8  grouped_mm  int4/bf16  fp8/bf16"
 )
 
 
@@ -191,8 +221,8 @@ def line_of(figures: dict[str, float]) -> str:
             parts.append(f"{figures[f'{name}_{kind}_us']:10.1f} ({rate:5.0f})")
         parts.append("|")
     torchs = figures.get("layer_grouped_mm_us", float("nan"))
-    parts.append(f"{figures['layer_bf16_us']:10.1f} {figures['layer_int4_us']:8.1f} {torchs:9.1f}")
-    parts.append(f"{figures['int4_over_bf16']:9.2f}x")
+    ours = " ".join(f"{figures[f'layer_{kind}_us']:8.1f}" for kind in MULTIPLY)
+    parts.append(f"{ours} {torchs:9.1f} {figures['int4_over_bf16']:9.2f}x {figures['fp8_over_bf16']:9.2f}x")
     return " ".join(parts)
 
 
@@ -200,7 +230,10 @@ def candidates(kind: str, bucket: int) -> Iterator[tuple[int, Tile]]:
     """Rows of a block, and tiles that may be good for a bucket: its own rows, and those of its neighbours."""
     own = BLOCK_ROWS[bucket]
     for rows in sorted({max(8, own // 2), own, min(128, own * 2)}):
-        if kind == "int4":
+        if kind == "fp8":
+            shapes = [(64, 128, 4), (128, 128, 4), (128, 128, 8)]
+            stages = (3, 4, 6) if rows < 64 else (3, 4)
+        elif kind == "int4":
             shapes = [(32, 128, 2), (64, 128, 2), (128, 128, 2), (64, 128, 4), (128, 128, 4)]
             if rows >= 64:
                 shapes = [(64, 128, 4), (128, 128, 4), (128, 128, 8)]
@@ -215,8 +248,8 @@ def candidates(kind: str, bucket: int) -> Iterator[tuple[int, Tile]]:
 
 
 def shared_bytes(kind: str, rows: int, tile: Tile) -> int:
-    weight = tile.n * tile.k * (2 if kind == "bf16" else 0.53)
-    return int(tile.stages * (weight + rows * tile.k * 2))
+    of_weight, of_x = {"bf16": (2, 2), "int4": (0.53, 2), "fp8": (1, 1)}[kind]
+    return int(tile.stages * tile.k * (tile.n * of_weight + rows * of_x))
 
 
 @dataclass(frozen=True)
@@ -234,7 +267,7 @@ class Form:
 
 def forms_of(kind: str, name: str, bucket: int) -> list[Form]:
     """What the table says comes first."""
-    table = unquantized.TILES if kind == "bf16" else packed.TILES
+    table = {"bf16": unquantized.TILES, "int4": packed.TILES, "fp8": fp8.TILES}[kind]
     tried = dict.fromkeys([(BLOCK_ROWS[bucket], table[bucket]), *candidates(kind, bucket)])
     return [Form(kind, name, *sizes) for sizes in tried if shared_bytes(kind, *sizes) <= 220 * 1024]
 
@@ -247,6 +280,11 @@ def compile_form(form: Form) -> None:
     if form.kind == "bf16":
         weight = torch.zeros(1, n, k, device=DEVICE, dtype=torch.bfloat16)
         unquantized.grouped_matmul(x, weight, routing, tile=form.tile)
+    elif form.kind == "fp8":
+        codes = torch.zeros(1, n, k, device=DEVICE).to(torch.float8_e4m3fn)
+        fp8.grouped_matmul(
+            *round_rows(x), codes, torch.ones(1, 1, n, device=DEVICE), routing, x.dtype, form.tile
+        )
     else:
         words = torch.zeros(1, n // 64, k // 128, 64, 16, device=DEVICE, dtype=torch.int32)
         scale_words = torch.zeros(1, k // GROUP_SIZE, n, device=DEVICE, dtype=torch.int32)
@@ -263,8 +301,10 @@ def compile_all(forms: set[Form]) -> None:
     print(f"compiled {len(forms)} forms, of which {failed} failed", flush=True)
 
 
-def tune(weights: dict[str, dict], budget: TimingBudget, tokens: Sequence[int]) -> list[dict]:
-    kinds_and_names = list(itertools.product(MULTIPLY, SHAPES))
+def tune(
+    weights: dict[str, dict], kinds: Sequence[str], budget: TimingBudget, tokens: Sequence[int]
+) -> list[dict]:
+    kinds_and_names = list(itertools.product(kinds, SHAPES))
     compile_all(
         {
             form
@@ -309,12 +349,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--tune", action="store_true", help="try other tiles instead")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(MULTIPLY), help="to tune")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    weights = {"bf16": dense_weights(), "int4": int4_weights()}
+    weights = {"bf16": dense_weights(), "int4": int4_weights(), "fp8": fp8_weights()}
     results: list[dict] = []
     if arguments.tune:
-        results = tune(weights, TimingBudget(samples=8, seconds=0.4), arguments.tokens or TUNED_TOKENS)
+        budget = TimingBudget(samples=8, seconds=0.4)
+        results = tune(weights, arguments.kinds, budget, arguments.tokens or TUNED_TOKENS)
     else:
         print(HEADINGS, flush=True)
         for tokens in arguments.tokens or TOKENS:

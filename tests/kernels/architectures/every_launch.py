@@ -131,7 +131,8 @@ def problems() -> Iterator[tuple[Problem, tuple[int, ...]]]:
     """Every format with every number of rows; what only changes how numbers are decoded, with one of them."""
     for _, cls in WEIGHT_FORMATS.items():
         first, *others = cls.variants()
-        others += [Int4(group_size) for group_size in (32, 64)] if cls is Int4 else []
+        more = [*map(Int4, (32, 64)), Int4(zero_point="fractional")]
+        others += more if cls is Int4 else []
         others += [NVFP4(activations=True)] if cls is NVFP4 else []
         for experts in (None, EXPERTS):
             all_rows = ROWS if cls in WITH_ALL_ROWS else FEW_ROWS

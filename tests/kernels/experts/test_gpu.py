@@ -8,6 +8,8 @@ import torch
 import triton
 from scalegate.kernels.experts import gated, int4, one_token, unquantized
 from scalegate.kernels.experts.routing import route, route_reference
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8
+from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.routing import Routing
@@ -123,6 +125,56 @@ def test_nvfp4_products_are_right_at_every_number_of_tokens(name):
         answer = layout.grouped_matmul(x, packed, routing)
         check(answer, expected_of(x, weight, expert), tokens)
         assert torch.equal(answer, layout.grouped_matmul(x, packed, routing))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_mxfp4_products_are_right_at_every_number_of_tokens(name):
+    (n, k), layout = PROJECTIONS[name], LAYOUTS["grouped_mxfp4"]
+    weights = [MXFP4().random(n, k, torch.device("cuda")) for _ in range(EXPERTS)]
+    packed = layout.pack_experts(weights, torch.bfloat16)
+    weight = torch.stack([expert.dequantize(torch.float32) for expert in weights])
+    for tokens in TOKENS:
+        expert = chosen(tokens)
+        routing = Routing.of(expert, EXPERTS)
+        rows = tokens if name == "gate_up" else tokens * TOP_K
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        poison(routing.blocks.count, n, x.dtype)
+        answer = layout.grouped_matmul(x, packed, routing)
+        check(answer, expected_of(x, weight, expert), tokens)
+        assert torch.equal(answer, layout.grouped_matmul(x, packed, routing))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("spec", [FP8(), FP8(BLOCKS)], ids=lambda spec: spec.key)
+def test_fp8_products_are_right_at_every_number_of_tokens(name, spec):
+    (n, k), layout = PROJECTIONS[name], LAYOUTS["grouped_fp8"]
+    weights = [spec.random(n, k, torch.device("cuda")) for _ in range(EXPERTS)]
+    packed = layout.pack_experts(weights, torch.bfloat16)
+    weight = torch.stack([expert.dequantize(torch.float32) for expert in weights])
+    for tokens in TOKENS:
+        expert = chosen(tokens)
+        routing = Routing.of(expert, EXPERTS)
+        rows = tokens if name == "gate_up" else tokens * TOP_K
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        poison(routing.blocks.count, n, x.dtype)
+        answer = layout.grouped_matmul(x, packed, routing)
+        check(answer, expected_of(spec.dynamic_input.round(x.float()), weight, expert), tokens)
+        assert torch.equal(answer, layout.grouped_matmul(x, packed, routing))
+
+
+@pytest.mark.parametrize("spec", [FP8(), FP8(BLOCKS)], ids=lambda spec: spec.key)
+def test_fp8_keeps_the_bits_of_a_token_among_any_number_of_others(spec):
+    (n, k), layout = PROJECTIONS["gate_up"], LAYOUTS["grouped_fp8"]
+    weights = [spec.random(n, k, torch.device("cuda")) for _ in range(EXPERTS)]
+    packed = layout.pack_experts(weights, torch.bfloat16)
+    x, expert = torch.randn(max(TOKENS), k, device="cuda", dtype=torch.bfloat16), chosen(max(TOKENS))
+
+    def product(tokens: int) -> torch.Tensor:
+        routing = Routing.of(expert[:tokens], EXPERTS, "per-token")
+        return layout.grouped_matmul(x[:tokens], packed, routing)[:TOP_K]
+
+    alone = product(1)
+    assert all(torch.equal(alone, product(tokens)) for tokens in TOKENS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -5,7 +5,7 @@ The interpreter has no bf16 product, so products are compared in fp16 there.
 
 import pytest
 import torch
-from scalegate.kernels.experts import int4, nvfp4, packed, unquantized
+from scalegate.kernels.experts import int4, mxfp4, nvfp4, packed, unquantized
 from scalegate.kernels.experts.routing import (
     LARGEST_CHUNK,
     buffer_size,
@@ -15,6 +15,9 @@ from scalegate.kernels.experts.routing import (
     routing_in,
 )
 from scalegate.kernels.experts.tile import INVARIANT_ROWS, block_rows_of
+from scalegate.layouts.formats.int4 import unpack_nibbles
+from scalegate.layouts.formats.mxfp4 import MXFP4
+from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.rounding_bounds import rounded, summed
 
@@ -212,6 +215,36 @@ def test_the_nvfp4_product_is_that_of_the_dequantized_weight(k, biased):
         expected = unquantized.grouped_matmul_reference(x, weight, expert, bias)
         decoder = nvfp4.NVFP4Experts(dtype == torch.float16)
         answer = packed.grouped_matmul(x, words, scale_words, globals_ * 128, routing, N, decoder, bias)
+        assert relative(answer, expected) < rounded(dtype) + summed(k)
+
+
+@pytest.mark.parametrize("k", [128, 160, 416])
+def test_a_packed_mxfp4_weight_is_the_dequantized_one_exactly(k):
+    weight = MXFP4().random(70, k, torch.device(DEVICE))
+    weight.scale[3], weight.scale[5] = 0, 250  # next to the ends of float32
+    words, scale_words, factor = mxfp4.pack(unpack_nibbles(weight.codes), weight.scale)
+    got = mxfp4.reference_weight(words, scale_words)[:70, :k].double() * factor.double()
+    expected = weight.dequantize(torch.float64)
+    assert torch.equal(got[torch.arange(70) != 3], expected[torch.arange(70) != 3])
+    assert bool((got[3] - expected[3]).abs().max() <= 2.0**-130 * expected.abs().max())
+    whole = mxfp4.reference_weight(words, scale_words)
+    assert not whole[70:].any() and not whole[:, k:].any()
+
+
+@pytest.mark.parametrize(("k", "biased"), [(256, True), (160, False)])
+def test_the_mxfp4_product_is_that_of_the_dequantized_weight(k, biased):
+    torch.manual_seed(6)
+    expert = chosen(TOKENS, TOP_K, EXPERTS)
+    weights = [MXFP4().random(N, k, torch.device(DEVICE)) for _ in range(EXPERTS)]
+    tensors = LAYOUTS["grouped_mxfp4"].pack_experts(weights, torch.bfloat16).tensors
+    dense = torch.stack([weight.dequantize(torch.float32) for weight in weights])
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    bias = torch.randn(EXPERTS, N).to(dtype).to(DEVICE) if biased else None
+    decoder, routing = mxfp4.MXFP4Experts(dtype == torch.float16), route(expert, EXPERTS)
+    for rows in (TOKENS, TOKENS * TOP_K):
+        x = torch.randn(rows, k).to(dtype).to(DEVICE)
+        expected = unquantized.grouped_matmul_reference(x, dense, expert, bias)
+        answer = packed.grouped_matmul(x, *tensors.values(), routing, N, decoder, bias)
         assert relative(answer, expected) < rounded(dtype) + summed(k)
 
 

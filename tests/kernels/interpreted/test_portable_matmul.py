@@ -8,12 +8,14 @@ from scalegate.kernels.portable.tiles import STEP_COLUMNS, Tile, splits_of
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.packing.portable import (
     INT4_PORTABLE,
     INT8_PORTABLE,
     IQ2_XXS_PORTABLE,
+    MXFP4_PORTABLE,
     NVFP4_PORTABLE,
     PortableLayout,
 )
@@ -32,8 +34,9 @@ FORMS: list[tuple[PortableLayout, WeightFormat]] = [
     (INT8_PORTABLE, Int8(32)),
     (INT8_PORTABLE, Int8(WHOLE_ROW)),
     (IQ2_XXS_PORTABLE, IQ2XXS()),
+    (MXFP4_PORTABLE, MXFP4()),
 ]
-KEPT = FORMS[2], FORMS[5], FORMS[7], FORMS[9], FORMS[10]
+KEPT = FORMS[2], FORMS[5], FORMS[7], FORMS[9], FORMS[10], FORMS[11]
 
 
 def dtype_of(layout: PortableLayout) -> torch.dtype:
