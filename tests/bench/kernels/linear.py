@@ -5,6 +5,7 @@
     python -P tests/bench/kernels/linear.py --format int8 --layouts int8_swap_ab,gpu_dequantized
     python -P tests/bench/kernels/linear.py --format fp8 --layouts fp8_scaled,fp8_scaled_invariant
     python -P tests/bench/kernels/linear.py --format int4-fp8 --layouts int4_fp8 --m 1,16,64,256,1024,4096
+    python -P tests/bench/kernels/linear.py --format int4-fp8 --layouts int4_fp8,vllm_w4a8 --vllm FOLDER
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -39,6 +40,7 @@ from scalegate.layouts.packing.int4_fp8 import Int4FP8
 from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem, rounds_inputs
 from scalegate.layouts.packing.portable import PortableLayout
 from scalegate.tests.bench.engine.compile_ahead import Job, compile_ahead, tune_for
+from scalegate.tests.bench.kernels import vllm_layouts
 from torch import Tensor
 from torch.nn import functional
 
@@ -275,6 +277,8 @@ def print_tables(results: dict[str, list[dict]], ms: list[int], names: list[str]
 
 
 def bound_of(name: str) -> float:
+    if name == vllm_layouts.W4A8_NAME:
+        return vllm_layouts.SCALE_ERROR
     return OTHERS_MAX_ERROR if name in (COMPILING_BY_SHAPE, COMPILING_BY_M) else MAX_ERROR
 
 
@@ -340,8 +344,11 @@ def main() -> None:
     parser.add_argument("--compile-seconds", type=float, default=600, help="for all that is compiled ahead")
     parser.add_argument("--first-call-seconds", type=float, default=600, help="for a layout's own tuning")
     parser.add_argument("--tuning-ms", type=float, default=100, help="for each kernel that a layout tunes")
+    parser.add_argument("--vllm", type=Path, help="the folder of vLLM's packages (`vllm_layouts.py`)")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.vllm is not None:
+        vllm_layouts.register(arguments.vllm)
     device = torch.device("cuda")
     ms = [int(m) for m in arguments.m.split(",")]
     names = [name for name in arguments.layouts.split(",") if name] or list(LAYOUTS)
