@@ -205,7 +205,7 @@ def test_without_the_plugin_a_recipe_that_names_it_is_refused_with_what_there_is
 ) -> None:
     said = refusal(work, "quantize", example_checkpoint, "--recipe", "mixed.yaml", "--out", work / "other")
     assert (
-        "mixed.yaml, line 6: `format` is one of fp8, int4, int8, iq2-xxs, mxfp4, nvfp4, unquantized; "
+        "mixed.yaml, line 6: `format` is one of fp8, int4, int8, iq2-xxs, mxfp4, mxfp8, nvfp4, unquantized; "
         "not 'int8-row'" in said
     )
     assert not (work / "other").exists()

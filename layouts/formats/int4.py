@@ -125,7 +125,7 @@ class Int4:
 
     @classmethod
     def variants(cls) -> "list[Int4]":
-        return [cls(), cls(zero_point="fractional"), cls(symmetric=True, activations=FP8_INPUTS)]
+        return [cls(), cls(symmetric=True, activations=FP8_INPUTS)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .emulated import CPU_EMULATED, EMULATED
 from .fixed_rows import FixedRows
 from .fp8_scaled import FP8_SCALED, FP8_SCALED_INVARIANT
-from .grouped_experts import GroupedDequantize, GroupedInt4, GroupedNVFP4, GroupedUnquantized
+from .grouped_experts import (
+    GroupedDequantize,
+    GroupedFP8,
+    GroupedInt4,
+    GroupedMXFP4,
+    GroupedNVFP4,
+    GroupedUnquantized,
+)
 from .int4_fp8 import INT4_FP8
 from .int8_swap_ab import INT8_SWAP_AB, INT8_SWAP_AB_INVARIANT
 from .invariant_linear import InvariantLinear
@@ -21,9 +28,10 @@ from .nvfp4_scaled import NVFP4_SCALED
 from .nvfp4_swap_ab import NVFP4_SWAP_AB, NVFP4_SWAP_AB_INVARIANT
 from .peers.gemlite import GemLite
 from .peers.humming import Humming
+from .peers.int_mm import CPU_INT8_INPUTS
 from .peers.tinygemm import Tinygemm
 from .per_expert import PerExpert
-from .portable import INT4_PORTABLE, INT8_PORTABLE, IQ2_XXS_PORTABLE, NVFP4_PORTABLE
+from .portable import INT4_PORTABLE, INT8_PORTABLE, IQ2_XXS_PORTABLE, MXFP4_PORTABLE, NVFP4_PORTABLE
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .torch_linear import TorchLinear
 
@@ -50,10 +58,12 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     FP8_SCALED_INVARIANT,
     INT4_PORTABLE,
     NVFP4_PORTABLE,
+    MXFP4_PORTABLE,
     Tinygemm(),
     IQ2_XXS,
     IQ2_XXS_PORTABLE,
     CPU_INT4,
+    CPU_INT8_INPUTS,
     CPU_DEQUANTIZED,
     CPU_EMULATED,
     GPU_DEQUANTIZED,
@@ -78,8 +88,11 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     GroupedUnquantized(),
     GroupedInt4(),
     GroupedNVFP4(),
+    GroupedFP8(),
+    GroupedMXFP4(),
     PerExpert(TorchLinear()),
     PerExpert(CPU_INT4),
+    PerExpert(CPU_INT8_INPUTS),
     PerExpert(CPU_DEQUANTIZED),
     PerExpert(CPU_EMULATED),
     PerExpert(Dequantize()),

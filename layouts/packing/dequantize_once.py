@@ -19,6 +19,7 @@ from ..formats.fp8 import FP8
 from ..formats.int8 import Int8
 from ..formats.iq2_xxs import IQ2XXS
 from ..formats.mxfp4 import MXFP4
+from ..formats.mxfp8 import MXFP8
 from ..formats.nvfp4 import NVFP4
 from ..formats.unquantized import Unquantized
 from ..formats.weight_format import Weight
@@ -75,4 +76,4 @@ def _has_bf16_product() -> bool:
 
 
 CPU_DEQUANTIZED = DequantizeOnce("cpu_dequantized", CPU_FORMATS, "cpu")
-GPU_DEQUANTIZED = DequantizeOnce("gpu_dequantized", (Int8, FP8), "cuda")
+GPU_DEQUANTIZED = DequantizeOnce("gpu_dequantized", (Int8, FP8, MXFP8), "cuda")

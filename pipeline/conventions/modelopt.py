@@ -15,14 +15,16 @@ from ...base.errors import UserError
 from ...base.untrusted_files import read_json_object
 from ...layouts.formats.fp8 import FP8Weight
 from ...layouts.formats.input_format import InputFormat
+from ...layouts.formats.mxfp8 import MXFP8Weight
 from ...layouts.formats.nvfp4 import GROUP_SIZE, NVFP4, NVFP4Weight
 from ...layouts.formats.weight_format import Weight, WeightFormat
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config_sections import refuse_malformed_quantization
 from .convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from .modelopt_fp8 import ALGORITHMS as FP8_ALGORITHMS
+from .modelopt_fp8 import GROUP_SIZE as MX_GROUP_SIZE
 from .modelopt_fp8 import GROUPS as FP8_GROUPS
-from .modelopt_fp8 import algorithm_of, is_served, stored_modules, tensors_of
+from .modelopt_fp8 import MX, algorithm_of, is_served, stored_modules, tensors_of
 from .nvfp4_tensors import NVFP4Tensors
 from .stored import require_tensor
 from .targets import LINEAR, matches_wildcard
@@ -40,6 +42,7 @@ GROUPS = FP8_GROUPS | {
     WEIGHTS_ONLY: {"weights": FOUR_BITS},
 }
 """The config group of each algorithm that is written."""
+GROUP_SIZES = dict.fromkeys(ALGORITHMS, GROUP_SIZE) | {MX: MX_GROUP_SIZE}
 KV_ALGORITHMS = {"fp8": "FP8", "nvfp4": "NVFP4"}
 """ModelOpt's names for our KV formats."""
 KV_BITS = {"fp8": 8, "nvfp4": 4}
@@ -101,7 +104,7 @@ class ModelOpt(ExportDefaults):
         return f"ModelOpt's form holds no embeddings; {INSTEAD}" if is_embedding else None
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
-        if isinstance(weight, FP8Weight):
+        if isinstance(weight, FP8Weight | MXFP8Weight):
             return tensors_of(module, weight, inputs)
         if not isinstance(weight, NVFP4Weight):
             raise ValueError(f"{module}: {self.refuses(weight.spec, module)}")
@@ -132,7 +135,7 @@ class ModelOpt(ExportDefaults):
         section = {
             "quant_algo": config["quant_algo"],
             "kv_cache_quant_algo": KV_ALGORITHMS.get(stored_kv_cache(config) or ""),
-            "group_size": GROUP_SIZE if config["quant_algo"] in ALGORITHMS else None,
+            "group_size": GROUP_SIZES.get(config["quant_algo"]),
             "exclude_modules": config["ignore"],
         }
         return {SIDECAR: {"producer": config["producer"], "quantization": section}}

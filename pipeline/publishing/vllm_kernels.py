@@ -9,6 +9,7 @@ import torch
 from ...layouts.formats.int4 import UNQUANTIZED, Int4
 from ...layouts.formats.int8 import Int8
 from ...layouts.formats.mxfp4 import MXFP4
+from ...layouts.formats.mxfp8 import MXFP8
 from ...layouts.formats.nvfp4 import NVFP4
 from ...layouts.packing.layout import Problem
 from ..checkpoints.checkpoint import Checkpoint
@@ -42,7 +43,9 @@ def unread_by_vllm(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _refuses_on_a_cpu(name: str, problem: Problem) -> str | None:
     spec, n, k = problem.spec, problem.n, problem.k
-    if isinstance(spec, Int8 | NVFP4 | MXFP4) or (isinstance(spec, Int4) and spec.activations != UNQUANTIZED):
+    w8a16 = isinstance(spec, Int8) and not spec.rounds_inputs
+    w4a8 = isinstance(spec, Int4) and spec.activations != UNQUANTIZED
+    if w8a16 or w4a8 or isinstance(spec, NVFP4 | MXFP4 | MXFP8):
         return f"it has no kernel for {spec.label} there"
     if isinstance(spec, Int4) and (n % MULTIPLE or k % MULTIPLE):
         return (

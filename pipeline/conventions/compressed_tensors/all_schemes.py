@@ -2,7 +2,9 @@
 
 from . import (  # noqa: F401 - registers them
     float_quantized,
+    int_quantized,
     mxfp4_pack_quantized,
+    mxfp8_quantized,
     nvfp4_pack_quantized,
     pack_quantized,
     pack_quantized_int8,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....base.errors import UserError
 from ....layouts.formats.input_format import InputFormat
-from ....layouts.formats.weight_format import Weight, WeightFormat
+from ....layouts.formats.weight_format import WEIGHT_FORMATS, Weight, WeightFormat
 from ...checkpoints.checkpoint import Checkpoint
 from ..convention import CONVENTIONS, EXPORTS, ExportDefaults, StoredWeight
 from ..fp8 import stored_float8
@@ -75,9 +75,12 @@ class CompressedTensors(ExportDefaults):
         return next((pattern for pattern in ignore if matches(pattern, module)), None)
 
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
+        if _scheme_of(spec) is not None:
+            return None
         writable = {name: scheme for name, scheme in SCHEMES.items() if isinstance(scheme, WritableScheme)}
         if spec.name not in writable:
-            return f"{METHOD} is not written in {spec.name}; it is in {', '.join(writable)}"
+            formats = [name for name in writable if name in WEIGHT_FORMATS]
+            return f"{METHOD} is not written in {spec.name}; it is in {', '.join(formats)}"
         return writable[spec.name].refuses(spec)
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
@@ -154,10 +157,19 @@ def _refuse_sparsity(source: str, config: Mapping[str, Any]) -> None:
 
 
 def _writable(spec: WeightFormat) -> WritableScheme:
-    scheme = SCHEMES[spec.name]
-    if not isinstance(scheme, WritableScheme):
+    scheme = _scheme_of(spec)
+    if scheme is None:
         raise ValueError(f"{METHOD} is not written in {spec.label}")
     return scheme
+
+
+def _scheme_of(spec: WeightFormat) -> WritableScheme | None:
+    """Return the scheme that stores weights of `spec`; None if there is none."""
+    if spec.name not in SCHEMES:
+        return None
+    schemes = (SCHEMES[spec.name], *(scheme for _, scheme in SCHEMES.items()))
+    writable = (scheme for scheme in schemes if isinstance(scheme, WritableScheme))
+    return next((scheme for scheme in writable if scheme.refuses(spec) is None), None)
 
 
 def _group(spec: WeightFormat, targets: list[str]) -> dict[str, Any]:

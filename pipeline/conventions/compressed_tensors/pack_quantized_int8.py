@@ -54,7 +54,8 @@ class PackQuantizedInt8:
         return packed.stored(spec, make)
 
     def refuses(self, spec: WeightFormat) -> str | None:
-        return None if isinstance(spec, Int8) else f"{self.format} of 8 bits cannot store {spec.label}"
+        is_stored = isinstance(spec, Int8) and not spec.rounds_inputs
+        return None if is_stored else f"{self.format} of 8 bits cannot store {spec.label}"
 
     def tensors(self, module: str, weight: Weight, inputs: InputFormat | None = None) -> dict[str, Tensor]:
         if not isinstance(weight, Int8Weight):

@@ -1,8 +1,9 @@
 """The scheme seam: how compressed-tensors stores one weight format, and how a config group says so.
 
-There is one file in this folder for each scheme, registered by its weight format's name; `all_schemes.py`
-lists the schemes. The compressed-tensors library is not used: its bytes are written and read here, and the
-benchmark `interchange.py` compares our bytes with the library's in another environment.
+There is one file in this folder for each scheme, registered by its weight format's name, or by another name
+if it stores a variant of the format; `all_schemes.py` lists the schemes. The compressed-tensors library is
+not used: its bytes are written and read here, and the benchmark `interchange.py` compares our bytes with the
+library's in another environment.
 """
 
 from collections.abc import Mapping

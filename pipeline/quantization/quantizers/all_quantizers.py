@@ -6,6 +6,7 @@ from . import (  # noqa: F401 - registers them
     int8_quantizer,
     iq2_xxs_quantizer,
     mxfp4_quantizer,
+    mxfp8_quantizer,
     nvfp4_quantizer,
 )
 from .quantizer import QUANTIZERS

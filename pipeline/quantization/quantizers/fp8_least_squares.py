@@ -64,7 +64,7 @@ def quantize_fp8(
     def solve(block: slice) -> None:
         x = weight[block].float().T.contiguous()
         chosen = _search(x, scale_dtype) if shared is None else shared.expand(x.shape[1])
-        q = _nearest(x, chosen)
+        q = nearest_e4m3(x, chosen)
         codes[block] = q.T.to(E4M3)
         error[block] = fold(q.mul_(chosen).sub_(x).square_())
         norm[block] = fold(x.mul_(x))
@@ -93,7 +93,7 @@ def quantize_fp8_blocks(weight: Tensor, spec: FP8) -> QuantizedWeight:
         padded = functional.pad(values, (0, 0, 0, count * BLOCK - len(values)))
         x = padded.view(count, BLOCK, groups, BLOCK).permute(1, 3, 0, 2).reshape(BLOCK * BLOCK, -1)
         chosen = _search(x, torch.float32)
-        q = _nearest(x, chosen)
+        q = nearest_e4m3(x, chosen)
         in_rows = q.view(BLOCK, BLOCK, count, groups).permute(2, 0, 3, 1).reshape(-1, k)
         codes[rows] = in_rows[: len(values)].to(E4M3)
         error[block] = fold(q.mul_(chosen).sub_(x).square_()).view(count, groups)
@@ -130,13 +130,13 @@ def _search(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
 def _explained(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the reduction of `<x, x>` by the nearest codes q, `step · (2<x, q> - step · <q, q>)`, and the
     scale that fits these codes best."""
-    q = _nearest(x, step, scratch)
+    q = nearest_e4m3(x, step, scratch)
     dot = fold(torch.mul(x, q, out=scratch[1]))
     square = fold(q.mul_(q))
     return step * (2 * dot - step * square), torch.where(square > 0, dot / square.clamp(min=SMALLEST), step)
 
 
-def _nearest(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def nearest_e4m3(x: Tensor, step: Tensor, scratch: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Return the nearest E4M3 values of x [K, rows] divided by `step` [rows], in fp32, ties to the even
     code.
     """

@@ -109,7 +109,7 @@ def test_a_format_that_is_read_only_is_refused_with_those_that_are_written() -> 
         name = "nvfp4-of-others"
 
     refused = EXPORTS["compressed-tensors"].refuses(ReadOnly(), "m")
-    assert "not written in nvfp4-of-others; it is in fp8, mxfp4, nvfp4, int4" in refused
+    assert "not written in nvfp4-of-others; it is in fp8, mxfp4, mxfp8, nvfp4, int4" in refused
     assert "written in int4 and nvfp4, not in nvfp4-of" in EXPORTS["torchao"].refuses(ReadOnly(), "m")
     assert "ModelOpt has no form for INT4" in EXPORTS["modelopt"].refuses(Int4(), "m")
 

@@ -9,6 +9,7 @@ from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.mxfp4 import MXFP4
+from scalegate.layouts.formats.mxfp8 import MXFP8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.unquantized import Unquantized
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -54,8 +55,11 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
         "fp8-static": FP8("tensor", "static"),
         **w4a8,
         "int8": Int8(128),
+        "int8-w8a8": Int8(-1, "int8"),
         "nvfp4": NVFP4(),
         "mxfp4": MXFP4(),
+        "mxfp4-experts": MXFP4(),
+        "mxfp8": MXFP8(),
         "nvfp4-fp8": NVFP4(),
         "nvfp4-gptq": NVFP4(),
         "nvfp4-best": NVFP4(),
@@ -71,8 +75,11 @@ def test_the_shipped_recipes_are_what_their_names_say() -> None:
             "fp8-block": "unquantized",
             "fp8-static": "unquantized",
             "int8": "unquantized",
+            "int8-w8a8": "unquantized",
             "nvfp4": "unquantized",
             "mxfp4": "unquantized",
+            "mxfp4-experts": "unquantized",
+            "mxfp8": "unquantized",
             "nvfp4-fp8": "unquantized",
             "nvfp4-gptq": "unquantized",
             "nvfp4-best": "unquantized",
@@ -137,7 +144,8 @@ def test_what_an_artifact_records_of_a_recipe_is_a_recipe(tmp_path: Path) -> Non
         ("format: int5\n", "line 1: `format` is one of fp8, int4"),
         (
             "\nformat: [int4]\n",
-            "line 2: `format` is one of fp8, int4, int8, iq2-xxs, mxfp4, nvfp4, unquantized; not ['int4']",
+            "line 2: `format` is one of fp8, int4, int8, iq2-xxs, mxfp4, mxfp8, nvfp4, unquantized; "
+            "not ['int4']",
         ),
         ("format: nvfp4\ngroup_size: 64\n", "line 2: unknown key 'group_size'; "),
         ("group_size: 100\n", "multiple of 16"),
