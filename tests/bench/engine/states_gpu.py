@@ -65,8 +65,8 @@ KINDS: dict[str, dict[str, Any]] = {
 """Gated delta rule, Mamba 2, short convolution and Mamba 1. Without experts, which make chaos of bf16 where
 weights are random."""
 PROMPTS, TOKENS = 16, 32
-SOAK = ["--requests", "2000", "--rate", "80", "--max-prompt", "500", "--max-output", "160"]
-SOAK += ["--alone", "200", "--max-num-seqs", "64", "--kv-cache-tokens", "12800"]
+SOAK = ["--requests", "2000", "--rate", "300", "--max-prompt", "500", "--min-output", "100"]
+SOAK += ["--max-output", "300", "--alone", "200", "--max-num-seqs", "64", "--kv-cache-tokens", "8192"]
 
 
 def main() -> None:

@@ -114,10 +114,14 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def expected(kind: str) -> list[tuple[int, ...]]:
+    return generated(kind, prompts())
+
+
+def generated(kind: str, prompts: list[list[int]], tokens: int = NEW_TOKENS) -> list[tuple[int, ...]]:
     """Whole prompts, one by one, with transformers' own states."""
     model = copy.deepcopy(source(kind))
-    texts = [torch.tensor([prompt]) for prompt in prompts()]
-    limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    texts = [torch.tensor([prompt]) for prompt in prompts]
+    limits = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     with torch.inference_mode():
         answers = [model.generate(text, **limits, eos_token_id=None) for text in texts]
     return [tuple(answer[0, text.shape[1] :].tolist()) for text, answer in zip(texts, answers, strict=True)]

@@ -1,21 +1,26 @@
 """Layers with a state on a GPU: greedy tokens are those of `generate`, whatever runs beside a request."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from scalegate.base.errors import UserError
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
-from scalegate.tests.serving_check.engine.test_states import GREEDY, MIXED, expected, prompts, source
+from scalegate.tests.serving_check.engine.test_states import (
+    GREEDY,
+    MIXED,
+    expected,
+    generated,
+    prompts,
+    source,
+)
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {"device": "cuda", "max_num_seqs": 4, "max_model_len": 96, "page_size": 16, "prefill_chunk": 40}
-WAYS: dict[str, dict[str, Any]] = {
-    "not compiled": {"compiled": False, "prefill_chunk": 13},
-    "preempted": {"compiled": False, "kv_cache_tokens": 96},
-}
+PAGE = 16
+SIZES = {"device": "cuda", "max_num_seqs": 4, "max_model_len": 96, "page_size": PAGE, "prefill_chunk": 40}
 COMPILED = ("qwen3_5_text", "mamba2", "lfm2", "jamba", "minimax")
 """One for each state that GPUs are bought for, and what is computed by another's kernels."""
 
@@ -31,11 +36,20 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", MIXED)
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_generate(kind: str, way: str):
-    engine = engine_of(kind, **WAYS[way])
+def test_tokens_are_those_of_generate(kind: str):
+    engine = engine_of(kind, compiled=False, prefill_chunk=13)
     assert answers(engine) == expected(kind)
-    assert (engine.scheduler.preemptions > 0) == (way == "preempted")
+    assert engine.stats().compilations == ()
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_preempted_requests_go_on_as_if_they_had_not_been(kind: str):
+    # Three requests grow from two pages to five each, and ten are all there are.
+    asked = [prompts()[-1][start : start + 2 * PAGE - 2] for start in range(4)]
+    engine = engine_of(kind, compiled=False, kv_cache_tokens=10 * PAGE)
+    found = engine.generate(asked, replace(GREEDY, max_tokens=3 * PAGE))
+    assert [completion.token_ids for completion in found] == generated(kind, asked, 3 * PAGE)
+    assert engine.scheduler.preemptions > 0
     assert engine.stats().compilations == ()
 
 
