@@ -63,7 +63,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Qwen3-Next-80B-A3B and Nemotron-H-8B."""
+OVERRIDES = {
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M-M*M-",
+        "layers_block_type": SHAPES["nemotron_h"]["layers_block_type"],
+    }
+}
+"""What vLLM 0.26 asks of a config, and transformers has under other names."""
 LAYOUT = "swap_ab"
+LEAST_ROWS = 64
+"""Of a quantized product; gates with one row stay in bf16."""
 CELLS = ((32, 512), (2048, 128))
 NS = (1, 16, 64, 128)
 VLLM_BAR, INT4_BAR, INT4_BAR_UP_TO = 1.0, 1.2, 32
@@ -77,7 +86,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--n", type=int, nargs="+", default=list(NS))
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
-    parser.add_argument("--vllm-share", type=float, default=0.45, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--vllm-share", type=float, default=0.42, help="of the GPU's memory, for vLLM")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     results: dict[str, Any] = {
@@ -107,7 +116,7 @@ def random_model(name: str) -> PreTrainedModel:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    int4 = quantized(merged(random_model(name)), LAYOUT)
+    int4 = quantized(merged(random_model(name)), LAYOUT, least_rows=LEAST_ROWS)
     if any(map(is_experts, int4.modules())):
         int4 = with_int4_experts(int4)
     torch.cuda.empty_cache()
@@ -177,15 +186,11 @@ class Vllm:
     """vLLM's unquantized model in a process of its own."""
 
     def __init__(self, name: str, folder: Path, share: float):
-        config = config_of(name)
-        written = config.to_dict() | {"architectures": [type_of(name)], "dtype": "bfloat16"}
-        if name == "nemotron_h":
-            signs = {"mamba": "M", "mlp": "-", "attention": "*", "moe": "E"}
-            kinds = SHAPES[name]["layers_block_type"]
-            written["hybrid_override_pattern"] = "".join(signs[kind] for kind in kinds)
+        written = config_of(name).to_dict() | {"architectures": [type_of(name)], "dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
         script = Path(__file__).with_name("hybrids_vllm.py")
         words = [sys.executable, "-P", str(script), str(folder), str(MAX_LEN), str(MOST), str(share)]
+        words.append(json.dumps(OVERRIDES.get(name, {})))
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def wait(self) -> None:

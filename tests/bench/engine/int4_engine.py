@@ -88,13 +88,18 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def quantized(model: PreTrainedModel, layout: str, spec: WeightFormat = SPEC) -> PreTrainedModel:
-    """Every product of the layers with random weights, packed for `layout`, each shape checked once."""
+def quantized(
+    model: PreTrainedModel, layout: str, spec: WeightFormat = SPEC, least_rows: int = 1
+) -> PreTrainedModel:
+    """Every product of the layers with random weights, packed for `layout`, each shape checked once.
+
+    Products with fewer than `least_rows` outputs stay as they are.
+    """
     packed: dict[nn.Linear, QuantizedLinear] = {}
     checked: set[tuple[int, int]] = set()
     for parent in list(model.model.layers.modules()):
         for name, linear in list(parent.named_children()):
-            if type(linear) is not nn.Linear:
+            if type(linear) is not nn.Linear or linear.out_features < least_rows:
                 continue
             if linear not in packed:  # A merged one is a child of each layer that it stands for.
                 weight = spec.random(*linear.weight.shape, linear.weight.device)
