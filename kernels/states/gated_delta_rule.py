@@ -1,0 +1,179 @@
+"""The gated delta rule on a GPU: one more token for each of many requests, and whole prompts; Triton.
+
+The reference, and what the numbers mean, are in `layouts/states/gated_delta_rule.py`.
+
+    query, key   [T, H_k, K]               bf16, fp16 or fp32; of any length, they are made unit vectors here
+    value        [T, H, V]                 likewise
+    log_decay    [T, H], or [T, H, K]      at most 0
+    rate         [T, H]
+    slots        float32 [rows, H, K, V]   contiguous; the states of the step's requests change in place
+    output       [T, H, V]                 any of these types; written for every token of a request
+
+A step takes a request's state S [K, V] once from memory and brings it back. A program has some columns of one
+head's state in registers, so S is read for k^T S and q^T S together, before it changes:
+
+    d   = b (v - a k^T S)
+    out = a q^T S + (q · k) d
+    S   = a S + k d^T
+
+Requests with more than one token are left to `gated_delta_scan.py`. With a decay for each channel (Kimi) a
+product of decays cannot be split between rows and columns of a chunk, so prompts take the step's kernel too,
+token by token with the state in registers. So they do if K is too large for a scan.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..triton_imports import tl, triton
+from .batch import StateBatch
+from .gated_delta_scan import EPSILON, scan_prompts, tiles_of
+from .row_strides import in_units, stride_unit, token_and_head
+
+STEP_VALUES, STEP_WARPS = 32, 4
+"""Columns of a state in a program, and its warps: 128 bytes of each row, the size of a cache line."""
+
+
+class StepForm(NamedTuple):
+    """Compile-time parameters of `_step`.
+
+    shared:     heads of values that a head of keys serves
+    keys:       K as a power of two
+    values:     columns of V in a program
+    by_channel: there is a decay for each channel
+    prompts:    requests with more than one token are computed too
+    unit:       as `stride_unit` returns it
+    """
+
+    heads: int
+    shared: int
+    key_dim: int
+    value_dim: int
+    keys: int
+    values: int
+    epsilon: float
+    by_channel: bool
+    prompts: bool
+    unit: int
+
+
+@triton.jit
+def _advance(state, q, k, v, decay, rate, FORM: tl.constexpr):
+    """Compute a token: return its output [values] and the next state."""
+    q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + FORM.epsilon) * FORM.key_dim**-0.5)
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + FORM.epsilon)
+    state = state * tl.exp(decay)[:, None] if FORM.by_channel else state * tl.exp(decay)
+    added = (v - tl.sum(state * k[:, None], axis=0)) * rate
+    output = tl.sum(state * q[:, None], axis=0) + tl.sum(q * k, axis=0) * added
+    return output, state + k[:, None] * added[None, :]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "decay_token", "decay_head",
+        "rate_token", "rate_head", "out_token", "out_head", "decode_only",
+    ]
+)  # fmt: skip
+def _step(
+    q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, out_ptr, slots_ptr, start_loc_ptr, seq_lens_ptr, rows_ptr,
+    q_token, q_head, k_token, k_head, v_token, v_head, decay_token, decay_head, rate_token, rate_head,
+    out_token, out_head, decode_only, FORM: tl.constexpr,
+):  # fmt: skip
+    """Compute some columns of one head of one request."""
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + request)
+    row = tl.load(rows_ptr + request)
+    first, count = request, 1
+    if decode_only == 0:
+        first = tl.load(start_loc_ptr + request)
+        count = tl.load(start_loc_ptr + request + 1) - first
+    if count < 1:
+        return
+    if not FORM.prompts and count > 1:
+        return
+
+    channel = tl.arange(0, FORM.keys)
+    column = tl.program_id(0) * FORM.values + tl.arange(0, FORM.values)
+    is_channel = channel < FORM.key_dim
+    is_column = column < FORM.value_dim
+    q_ptr += head // FORM.shared * (q_head * FORM.unit) + channel
+    k_ptr += head // FORM.shared * (k_head * FORM.unit) + channel
+    v_ptr += head * (v_head * FORM.unit) + column
+    out_ptr += head * (out_head * FORM.unit) + column
+    decay_ptr += head * decay_head
+    rate_ptr += head * rate_head
+    if FORM.by_channel:
+        decay_ptr += channel
+    token = first.to(tl.int64)
+    if seq_len == 0:
+        zeros = tl.where(is_column, 0.0, 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * (out_token * FORM.unit), zeros, mask=is_column)
+        return
+
+    slots_ptr += (row * FORM.heads + head) * (FORM.key_dim * FORM.value_dim)
+    at = channel[:, None] * FORM.value_dim + column[None, :]
+    keep = is_channel[:, None] & is_column[None, :]
+    state = tl.load(slots_ptr + at, mask=keep & (seq_len > count), other=0.0)
+    for _ in range(count if FORM.prompts else 1):
+        q = tl.load(q_ptr + token * (q_token * FORM.unit), mask=is_channel, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + token * (k_token * FORM.unit), mask=is_channel, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + token * (v_token * FORM.unit), mask=is_column, other=0.0).to(tl.float32)
+        if FORM.by_channel:
+            decay = tl.load(decay_ptr + token * decay_token, mask=is_channel, other=0.0).to(tl.float32)
+        else:
+            decay = tl.load(decay_ptr + token * decay_token).to(tl.float32)
+        rate = tl.load(rate_ptr + token * rate_token).to(tl.float32)
+        output, state = _advance(state, q, k, v, decay, rate, FORM)
+        output = output.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * (out_token * FORM.unit), output, mask=is_column)
+        token += 1
+    tl.store(slots_ptr + at, state, mask=keep)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    slots: Tensor,
+    batch: StateBatch,
+    output: Tensor,
+) -> None:
+    """Write `output` and the requests' `slots`; arguments are as in the file's docstring.
+
+    Tokens of no request keep what `output` holds, but in a decode-only batch get zeros. The kernels compile
+    once for given heads, K, V and types; they specialize on no running size. A launch takes its workspace
+    from torch's allocator, as a CUDA graph's capture permits.
+    """
+    query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
+    by_channel = log_decay.ndim == 3
+    if by_channel and log_decay.stride(2) != 1:
+        log_decay = log_decay.contiguous()
+    tiles = None if by_channel else tiles_of(query, key, value)
+    heads, value_dim = value.shape[1:]
+    key_heads, key_dim = key.shape[1:]
+    values = min(STEP_VALUES, triton.next_power_of_2(value_dim))
+    rows = (query, key, value, output)
+    unit = stride_unit(*rows)
+    form = StepForm(
+        heads=heads,
+        shared=heads // key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        keys=triton.next_power_of_2(key_dim),
+        values=values,
+        epsilon=EPSILON,
+        by_channel=by_channel,
+        prompts=tiles is None and not batch.decode_only,
+        unit=unit,
+    )
+    *strides, out_token, out_head = (stride for each in rows for stride in in_units(each, unit))
+    _step[(triton.cdiv(value_dim, values), heads, len(batch.seq_lens))](
+        query, key, value, log_decay, rate, output, slots, batch.query_start_loc, batch.seq_lens,
+        batch.request_rows, *strides, *token_and_head(log_decay), *token_and_head(rate), out_token, out_head,
+        int(batch.decode_only), form, num_warps=STEP_WARPS,
+    )  # fmt: skip
+    if not batch.decode_only and tiles is not None:
+        scan_prompts(query, key, value, log_decay, rate, slots, batch, output, tiles)
