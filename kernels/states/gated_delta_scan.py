@@ -42,8 +42,9 @@ EPSILON = 1e-6
 """Added to a vector's squared length; the same as the reference's."""
 BLOCK = 16
 """Tokens of a block that is solved by forward substitution, the least side of a product."""
-PART = 64
-"""Channels of keys or values that `_solve_chunks` multiplies at a time."""
+PART = tl.constexpr(64)
+"""Channels of keys or values that `_solve_chunks` multiplies at a time, and the fewest: with products of 16
+channels of bf16 Triton 3.6 wrote a kernel that read outside of memory on an H100."""
 
 
 class ScanForm(NamedTuple):
@@ -51,7 +52,6 @@ class ScanForm(NamedTuple):
 
     shared:    heads of values that a head of keys serves
     keys:      K as a power of two
-    part:      channels of keys or values at a time
     values:    columns of V in a program
     chunk:     tokens
     doublings: from blocks of 16 tokens to a chunk
@@ -64,7 +64,6 @@ class ScanForm(NamedTuple):
     key_dim: int
     value_dim: int
     keys: int
-    part: int
     values: int
     chunk: int
     doublings: int
@@ -175,11 +174,10 @@ def _solve_chunks(
     of_head = head.to(tl.int64) * tokens + token
     row = tl.arange(0, FORM.chunk)
     is_row = row < end - first
-    part = tl.arange(0, FORM.part)
+    part = tl.arange(0, PART)
     CHUNK: tl.constexpr = FORM.chunk
     KEYS: tl.constexpr = FORM.keys
     VALUE_DIM: tl.constexpr = FORM.value_dim
-    PART: tl.constexpr = FORM.part
     OPERAND: tl.constexpr = w_ptr.dtype.element_ty
 
     k_by_k = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -327,8 +325,8 @@ def tiles_of(query: Tensor, key: Tensor, value: Tensor) -> Tiles | None:
     return Tiles(32, 16, 2) if keys <= 64 else Tiles(16, 16, 2) if keys <= 128 else None
 
 
-def padded(width: int) -> int:
-    return max(BLOCK, triton.next_power_of_2(width))
+def padded(key_dim: int) -> int:
+    return max(PART.value, triton.next_power_of_2(key_dim))
 
 
 def scan_prompts(
@@ -359,7 +357,6 @@ def scan_prompts(
         key_dim=key_dim,
         value_dim=value_dim,
         keys=keys,
-        part=min(PART, keys),
         values=values,
         chunk=chunk,
         doublings=(chunk // BLOCK).bit_length() - 1,

@@ -10,9 +10,11 @@ be imported.
 """
 
 import argparse
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import triton
@@ -74,11 +76,7 @@ def gated_delta(requests: int, tokens: int) -> Work:
         errors.append(relative_error(slots[batches[0].request_rows[index]], state))
 
     def vllm() -> Launches:
-        from vllm.model_executor.layers.fla.ops import (
-            chunk_gated_delta_rule,
-            fused_recurrent_gated_delta_rule,
-        )
-
+        ops = flash_linear_attention()
         given = {
             "q": query[None],
             "k": key[None],
@@ -89,7 +87,7 @@ def gated_delta(requests: int, tokens: int) -> Work:
         }
 
         def step(batch: StateBatch, rows: Tensor) -> None:
-            fused_recurrent_gated_delta_rule(
+            ops.fused_recurrent_gated_delta_rule(
                 **given,
                 initial_state=slots,
                 inplace_final_state=True,
@@ -98,7 +96,7 @@ def gated_delta(requests: int, tokens: int) -> Work:
             )
 
         def scan(batch: StateBatch) -> None:
-            chunk_gated_delta_rule(
+            ops.chunk_gated_delta_rule(
                 **given,
                 initial_state=zeros,
                 output_final_state=True,
@@ -123,6 +121,14 @@ def gated_delta(requests: int, tokens: int) -> Work:
 
 
 KINDS: dict[str, Callable[[int, int], Work]] = {"gated_delta_rule": gated_delta}
+
+
+def flash_linear_attention() -> ModuleType:
+    """vLLM's copy of flash-linear-attention, which moved in 0.26."""
+    try:
+        return importlib.import_module("vllm.third_party.flash_linear_attention.ops")
+    except ModuleNotFoundError:
+        return importlib.import_module("vllm.model_executor.layers.fla.ops")
 
 
 def batches_of(requests: int, tokens: int) -> list[StateBatch]:
