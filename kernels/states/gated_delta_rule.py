@@ -16,9 +16,8 @@ head's state in registers, so S is read for k^T S and q^T S together, before it 
     out = a q^T S + (q · k) d
     S   = a S + k d^T
 
-Requests with more than one token are left to `gated_delta_scan.py`. With a decay for each channel (Kimi) a
-product of decays cannot be split between rows and columns of a chunk, so prompts take the step's kernel too,
-token by token with the state in registers. So they do if K is too large for a scan.
+Requests with more than one token are left to `gated_delta_scan.py`. If K is too large for a scan, prompts
+take the step's kernel too, token by token with the state in registers.
 """
 
 from typing import NamedTuple
@@ -27,8 +26,9 @@ from torch import Tensor
 
 from ..triton_imports import tl, triton
 from .batch import StateBatch
-from .gated_delta_scan import EPSILON, scan_prompts, tiles_of
-from .row_strides import in_units, stride_unit, token_and_head
+from .gated_delta_scan import scan_prompts, tiles_of
+from .gated_delta_systems import EPSILON, Strides
+from .row_strides import token_and_head, with_steady_strides
 
 STEP_VALUES, STEP_WARPS = 32, 4
 """Columns of a state in a program, and its warps: 128 bytes of each row, the size of a cache line."""
@@ -42,7 +42,6 @@ class StepForm(NamedTuple):
     values:     columns of V in a program
     by_channel: there is a decay for each channel
     prompts:    requests with more than one token are computed too
-    unit:       as `stride_unit` returns it
     """
 
     heads: int
@@ -54,7 +53,6 @@ class StepForm(NamedTuple):
     epsilon: float
     by_channel: bool
     prompts: bool
-    unit: int
 
 
 @triton.jit
@@ -68,16 +66,10 @@ def _advance(state, q, k, v, decay, rate, FORM: tl.constexpr):
     return output, state + k[:, None] * added[None, :]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "decay_token", "decay_head",
-        "rate_token", "rate_head", "out_token", "out_head", "decode_only",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["decode_only"])
 def _step(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, out_ptr, slots_ptr, start_loc_ptr, seq_lens_ptr, rows_ptr,
-    q_token, q_head, k_token, k_head, v_token, v_head, decay_token, decay_head, rate_token, rate_head,
-    out_token, out_head, decode_only, FORM: tl.constexpr,
+    STRIDES, decode_only, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of one head of one request."""
     head = tl.program_id(1)
@@ -97,18 +89,18 @@ def _step(
     column = tl.program_id(0) * FORM.values + tl.arange(0, FORM.values)
     is_channel = channel < FORM.key_dim
     is_column = column < FORM.value_dim
-    q_ptr += head // FORM.shared * (q_head * FORM.unit) + channel
-    k_ptr += head // FORM.shared * (k_head * FORM.unit) + channel
-    v_ptr += head * (v_head * FORM.unit) + column
-    out_ptr += head * (out_head * FORM.unit) + column
-    decay_ptr += head * decay_head
-    rate_ptr += head * rate_head
+    q_ptr += head // FORM.shared * STRIDES.q_head + channel
+    k_ptr += head // FORM.shared * STRIDES.k_head + channel
+    v_ptr += head * STRIDES.v_head + column
+    out_ptr += head * STRIDES.out_head + column
+    decay_ptr += head * STRIDES.decay_head
+    rate_ptr += head * STRIDES.rate_head
     if FORM.by_channel:
         decay_ptr += channel
     token = first.to(tl.int64)
     if seq_len == 0:
         zeros = tl.where(is_column, 0.0, 0.0).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token * (out_token * FORM.unit), zeros, mask=is_column)
+        tl.store(out_ptr + token * STRIDES.out_token, zeros, mask=is_column)
         return
 
     slots_ptr += (row * FORM.heads + head) * (FORM.key_dim * FORM.value_dim)
@@ -116,17 +108,17 @@ def _step(
     keep = is_channel[:, None] & is_column[None, :]
     state = tl.load(slots_ptr + at, mask=keep & (seq_len > count), other=0.0)
     for _ in range(count if FORM.prompts else 1):
-        q = tl.load(q_ptr + token * (q_token * FORM.unit), mask=is_channel, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + token * (k_token * FORM.unit), mask=is_channel, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + token * (v_token * FORM.unit), mask=is_column, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + token * STRIDES.q_token, mask=is_channel, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + token * STRIDES.k_token, mask=is_channel, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + token * STRIDES.v_token, mask=is_column, other=0.0).to(tl.float32)
         if FORM.by_channel:
-            decay = tl.load(decay_ptr + token * decay_token, mask=is_channel, other=0.0).to(tl.float32)
+            decay = tl.load(decay_ptr + token * STRIDES.decay_token, mask=is_channel, other=0.0)
         else:
-            decay = tl.load(decay_ptr + token * decay_token).to(tl.float32)
-        rate = tl.load(rate_ptr + token * rate_token).to(tl.float32)
-        output, state = _advance(state, q, k, v, decay, rate, FORM)
+            decay = tl.load(decay_ptr + token * STRIDES.decay_token)
+        rate = tl.load(rate_ptr + token * STRIDES.rate_token).to(tl.float32)
+        output, state = _advance(state, q, k, v, decay.to(tl.float32), rate, FORM)
         output = output.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token * (out_token * FORM.unit), output, mask=is_column)
+        tl.store(out_ptr + token * STRIDES.out_token, output, mask=is_column)
         token += 1
     tl.store(slots_ptr + at, state, mask=keep)
 
@@ -147,16 +139,13 @@ def gated_delta_rule(
     once for given heads, K, V and types; they specialize on no running size. A launch takes its workspace
     from torch's allocator, as a CUDA graph's capture permits.
     """
-    query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
+    inputs = (query, key, value, log_decay, rate)
+    query, key, value, log_decay, rate = map(with_steady_strides, inputs)
     by_channel = log_decay.ndim == 3
-    if by_channel and log_decay.stride(2) != 1:
-        log_decay = log_decay.contiguous()
-    tiles = None if by_channel else tiles_of(query, key, value)
+    tiles = tiles_of(query, key, value, by_channel)
     heads, value_dim = value.shape[1:]
     key_heads, key_dim = key.shape[1:]
     values = min(STEP_VALUES, triton.next_power_of_2(value_dim))
-    rows = (query, key, value, output)
-    unit = stride_unit(*rows)
     form = StepForm(
         heads=heads,
         shared=heads // key_heads,
@@ -167,13 +156,12 @@ def gated_delta_rule(
         epsilon=EPSILON,
         by_channel=by_channel,
         prompts=tiles is None and not batch.decode_only,
-        unit=unit,
     )
-    *strides, out_token, out_head = (stride for each in rows for stride in in_units(each, unit))
+    of_all = (query, key, value, log_decay, rate, output)
+    strides = Strides(*(stride for each in of_all for stride in token_and_head(each)))
     _step[(triton.cdiv(value_dim, values), heads, len(batch.seq_lens))](
         query, key, value, log_decay, rate, output, slots, batch.query_start_loc, batch.seq_lens,
-        batch.request_rows, *strides, *token_and_head(log_decay), *token_and_head(rate), out_token, out_head,
-        int(batch.decode_only), form, num_warps=STEP_WARPS,
+        batch.request_rows, strides, int(batch.decode_only), form, num_warps=STEP_WARPS,
     )  # fmt: skip
     if not batch.decode_only and tiles is not None:
-        scan_prompts(query, key, value, log_decay, rate, slots, batch, output, tiles)
+        scan_prompts(query, key, value, log_decay, rate, slots, batch, output, strides, tiles)

@@ -1,30 +1,24 @@
-"""Strides of [T, H, D] tensors as kernels take them that must not compile again when a stride changes.
+"""Strides of inputs [T, H] and [T, H, D] as kernels take them that must not compile again in a later step.
 
-Triton reads and copies 16 bytes at a time only if it knows that rows begin at multiples of 16 bytes. Of a
-stride that it does not specialize on it knows nothing. So a kernel gets strides in units, multiplies them by
-the unit, which is a constant, and knows their divisor.
+Triton compiles a kernel anew for strides that are 1 or multiples of 16, since it copies 16 bytes at a time if
+rows begin at multiples of 16 bytes. So a stride must not follow the number of tokens.
 """
-
-import math
 
 from torch import Tensor
 
-MOST = 16
+
+def with_steady_strides(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy if its last dimension is not contiguous, or if a stride might
+    follow the number of tokens.
+    """
+    strides = tensor.stride()
+    by_token = tensor.ndim == 2 or len(tensor) == 1 or strides[0] >= strides[1]
+    return tensor if strides[-1] == 1 and by_token else tensor.contiguous()
 
 
 def token_and_head(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of a tensor's first two dimensions: 0 for a dimension of one element, whose stride
-    torch leaves undefined.
+    """Return the strides of the first two dimensions: 0 for a dimension of one element, whose stride torch
+    leaves undefined.
     """
     token, head = (tensor.stride(axis) if tensor.shape[axis] > 1 else 0 for axis in (0, 1))
     return token, head
-
-
-def stride_unit(*tensors: Tensor) -> int:
-    """Return a common divisor of the tensors' first two strides: 16, or less if some stride is odd."""
-    return math.gcd(MOST, *(stride for tensor in tensors for stride in token_and_head(tensor)))
-
-
-def in_units(tensor: Tensor, unit: int) -> tuple[int, int]:
-    token, head = token_and_head(tensor)
-    return token // unit, head // unit

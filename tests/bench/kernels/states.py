@@ -13,6 +13,7 @@ import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -104,16 +105,12 @@ def gated_delta(requests: int, tokens: int) -> Work:
             )
 
         if tokens == 1:
-            rows = [batch.request_rows.int() for batch in batches]
-            return [
-                lambda batch=batch, row=row: step(batch, row)
-                for batch, row in zip(batches, rows, strict=True)
-            ]
+            return [partial(step, batch, batch.request_rows.int()) for batch in batches]
         zeros = torch.zeros(requests, heads, dim, dim, device="cuda")
-        return [lambda: scan(batches[0])] * len(batches)
+        return [partial(scan, batches[0])] * len(batches)
 
     return Work(
-        [lambda batch=batch: ours(batch) for batch in batches],
+        [partial(ours, batch) for batch in batches],
         2 * requests * slots[0].nbytes,
         max(errors),
         {"vllm": vllm},
@@ -162,6 +159,7 @@ def peer_microseconds(launches: Callable[[], Launches]) -> float | str:
 def measure(kind: str, requests: int, tokens: int, copy: float) -> dict:
     work = KINDS[kind](requests, tokens)
     microseconds = graph_microseconds(work.ours)
+    peers = {name: peer_microseconds(launches) for name, launches in work.peers.items()}
     row = {
         "kind": kind,
         "requests": requests,
@@ -169,16 +167,16 @@ def measure(kind: str, requests: int, tokens: int, copy: float) -> dict:
         "microseconds": microseconds,
         "relative_error": work.error,
         "share_of_copy": work.state_bytes / copy * 1e6 / microseconds if tokens == 1 else None,
-        "peers": {name: peer_microseconds(launches) for name, launches in work.peers.items()},
+        "peers": peers,
     }
     share = f"{row['share_of_copy']:>6.0%} of copy" if tokens == 1 else ""
-    peers = ", ".join(
+    shown = ", ".join(
         f"{name} {taken:.1f}" if isinstance(taken, float) else f"{name} {taken}"
-        for name, taken in row["peers"].items()
+        for name, taken in peers.items()
     )
     print(
         f"{kind:>18} {requests:>4}x{tokens:<5} {microseconds:>9.1f} us {share:>14} "
-        f"error {work.error:.1e}   {peers}",
+        f"error {work.error:.1e}   {shown}",
         flush=True,
     )
     return row

@@ -147,8 +147,9 @@ def test_padding_of_a_decode_only_step_gets_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-def test_decodes_and_prompts_in_one_step(dtype):
-    check(make_case(MIXED, padding=5, dtype=dtype))
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_decodes_and_prompts_in_one_step(dtype, by_channel):
+    check(make_case(MIXED, padding=5, dtype=dtype, by_channel=by_channel))
 
 
 @pytest.mark.parametrize("chunk", exhaustive_but([16, 32, 64], 64))
@@ -179,8 +180,14 @@ def test_heads_of_keys_serve_consecutive_heads_of_values(key_heads, heads):
 
 
 @pytest.mark.parametrize("decay", exhaustive_but([0.0, 1e-3, 30.0], 30.0))
-def test_decays_of_any_size(decay):
-    check(make_case([(130, 3)], decay=decay))
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_decays_of_any_size(decay, by_channel):
+    check(make_case([(130, 3)], decay=decay, by_channel=by_channel))
+
+
+@pytest.mark.parametrize("count", exhaustive_but([2, 15, 16, 17, 33], 17))
+def test_any_length_of_prompt_with_a_decay_for_each_channel(count):
+    check(make_case([(count, 5)], by_channel=True, key_dim=24, value_dim=40))
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
