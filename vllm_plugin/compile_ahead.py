@@ -54,15 +54,18 @@ class Compiler:
 
     def send(self, line: str) -> None:
         if self.process.stdin is not None:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+            try:
+                self.process.stdin.write(line + "\n")
+                self.process.stdin.flush()
+            except OSError:
+                self.wait()  # it has ended
+                raise
 
     def wait(self) -> None:
-        """Wait until everything is compiled that was asked for; RuntimeError says why something is not."""
+        """Wait until the process has ended; RuntimeError says why something is not compiled."""
         try:
-            self.send("")
             status = self.process.wait(MOST_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
             self.process.kill()
             raise RuntimeError(str(error)) from error
         if status:
@@ -114,6 +117,7 @@ def wait_for_compiler() -> float:
     began = time.monotonic()
     if AHEAD.compiler is not None and not AHEAD.failed:
         try:
+            AHEAD.compiler.send("")  # that was all
             AHEAD.compiler.wait()
         except Exception as error:  # a server must start without it
             _give_up(error)

@@ -111,8 +111,12 @@ def test_a_compiler_that_does_not_run_is_not_waited_for(program, monkeypatch, lo
     assert "at the first product, not ahead" in line
 
 
-def test_a_compiler_that_fails_says_why(log):
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_compiler_that_fails_says_why(has_ended, log):
     compile_ahead.compile_ahead("no such layout", PROBLEM, MOST)
+    if has_ended:
+        compile_ahead.AHEAD.compiler.process.wait()
+        compile_ahead.compile_ahead("swap_ab", PROBLEM, MOST)
     compile_ahead.wait_for_compiler()
     [line] = log
     assert "KeyError: 'no such layout'" in line
