@@ -150,8 +150,9 @@ def find_linear_weights(checkpoint: Checkpoint) -> ModelWeights:
     others: dict[str, str] = {}
     head, decoder = model.get_output_embeddings(), _decoder_prefix(model)
     for assignment in mapped.assignments:
+        slices = {name: parts[0] for parts in assignment.expert_parts() or [] for name in parts}
         for name in assignment.names:
-            found = _linear_weights(checkpoint, model, assignment, name, head, decoder)
+            found = _linear_weights(checkpoint, model, assignment, name, slices, head, decoder)
             if isinstance(found, str):
                 others[name] = found
             else:
@@ -182,10 +183,14 @@ def _linear_weights(
     model: PreTrainedModel,
     assignment: Assignment,
     name: str,
+    slices: dict[str, str],
     head: nn.Module | None,
     decoder: str,
 ) -> list[LinearWeight] | str:
-    """Return the linear weights in one tensor, or the kind of tensor that it is otherwise."""
+    """Return the linear weights in one tensor, or the kind of tensor that it is otherwise.
+
+    slices: the first of the weights that are stacked in an expert's slice, by the name of each of them
+    """
     owner_name, _, leaf = assignment.target.rpartition(".")
     owner = model.get_submodule(owner_name)
     shape = checkpoint.tensors[name].shape
@@ -197,7 +202,7 @@ def _linear_weights(
         return OUTSIDE_DECODER
     if is_experts_parameter(owner, leaf):
         if len(shape) == 2 and name.endswith(WEIGHT):
-            place = _expert_place(assignment, name)
+            place = slices.get(name, name)
             return [LinearWeight(name.removesuffix(WEIGHT), name, place, LINEAR, *shape, is_expert=True)]
         return _fused_experts(checkpoint, model, assignment, name, owner)
     if assignment.converter is None and not assignment.is_stacked and shape != tuple(target.shape):
@@ -304,12 +309,6 @@ def _expert_biases(
         for tensor, weights in linears.items()
         if f"{tensor}{BIAS}" in checkpoint.tensors
     }
-
-
-def _expert_place(assignment: Assignment, name: str) -> str:
-    """Return the name of the first weight that is stacked in the expert's slice."""
-    parts = next((parts for parts in assignment.expert_parts() or [] if name in parts), [name])
-    return parts[0]
 
 
 def _refuse_fused_shape(

@@ -117,9 +117,9 @@ def map_weights(model: PreTrainedModel, names: Iterable[str]) -> WeightMap:
             renamed, pattern = name, None
         stacked = _stacked(renamed, state, modules)
         if renamed in state and pattern is not None:
-            rule = by_pattern[pattern]
-            assignment = assignments.setdefault(renamed, Assignment(renamed, deepcopy(rule)))
-            assignment.sources.setdefault(pattern, []).append(name)
+            if renamed not in assignments:
+                assignments[renamed] = Assignment(renamed, deepcopy(by_pattern[pattern]))
+            assignments[renamed].sources.setdefault(pattern, []).append(name)
         elif renamed in state:
             assignments[renamed] = Assignment(renamed, None, {name: [name]})
         elif stacked is not None:

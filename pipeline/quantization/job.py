@@ -72,7 +72,7 @@ def prepare(
     specs, embeddings = tasks.specs, tasks.embeddings
     if export is None and specs and _stacking_refusal(checkpoint, EXPERTS_EXPORT, specs) is None:
         export = EXPERTS_EXPORT
-    export = export or _default_export(specs.values(), recipe.kv_cache)
+    export = export or _default_export(set(specs.values()), recipe.kv_cache)
     convention = EXPORTS[export]
     if isinstance(convention, StackingConvention):
         reason = _stacking_refusal(checkpoint, export, specs)

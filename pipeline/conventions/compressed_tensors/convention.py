@@ -5,6 +5,7 @@ settings of activations that it supports.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..fp8 import stored_float8
 from ..stored import FLOAT_DTYPES
 from ..targets import LINEAR, as_patterns, first_match, matches
 from .all_schemes import SCHEMES
-from .scheme import METHOD, WritableScheme
+from .scheme import METHOD, Scheme, WritableScheme
 
 WEIGHT = ".weight"
 DENSE = "dense"
@@ -77,7 +78,7 @@ class CompressedTensors(ExportDefaults):
     def refuses(self, spec: WeightFormat, module: str, is_embedding: bool = False) -> str | None:
         if _scheme_of(spec) is not None:
             return None
-        writable = {name: scheme for name, scheme in SCHEMES.items() if isinstance(scheme, WritableScheme)}
+        writable = {name: each for name, scheme in SCHEMES.items() if (each := _as_writable(scheme))}
         if spec.name not in writable:
             formats = [name for name in writable if name in WEIGHT_FORMATS]
             return f"{METHOD} is not written in {spec.name}; it is in {', '.join(formats)}"
@@ -168,8 +169,13 @@ def _scheme_of(spec: WeightFormat) -> WritableScheme | None:
     if spec.name not in SCHEMES:
         return None
     schemes = (SCHEMES[spec.name], *(scheme for _, scheme in SCHEMES.items()))
-    writable = (scheme for scheme in schemes if isinstance(scheme, WritableScheme))
+    writable = (each for scheme in schemes if (each := _as_writable(scheme)) is not None)
     return next((scheme for scheme in writable if scheme.refuses(spec) is None), None)
+
+
+@cache  # comparing an object with a protocol is slow, and a large model asks for each of its modules
+def _as_writable(scheme: Scheme) -> WritableScheme | None:
+    return scheme if isinstance(scheme, WritableScheme) else None
 
 
 def _group(spec: WeightFormat, targets: list[str]) -> dict[str, Any]:

@@ -52,16 +52,20 @@ def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> Calibratio
             f"the recipe {recipe.name!r} has `learned_rounding`, which starts from weights that a method has "
             "rounded on a text; give it `method: gptq`"
         )
+    # A large model has tens of thousands of tasks and a few specs.
+    specs = {task.spec for task in tasks if task.is_quantized}
+    rounding_inputs = {spec for spec in specs if calibrator(spec) is not None}
+    weighing = {spec for spec in specs if isinstance(QUANTIZERS[spec.name], WeighingQuantizer)}
     for task in tasks:
         if task.linear is None or not task.is_quantized or task.linear.role == EMBEDDING:
             continue
         module = task.linear.module
-        if calibrator(task.spec) is not None:
+        if task.spec in rounding_inputs:
             largest.add(module)
         if recipe.method != DATA_FREE:
             _require_method(recipe.method, module, task.spec)
             solved[module] = task
-        elif isinstance(QUANTIZERS[task.spec.name], WeighingQuantizer):
+        elif task.spec in weighing:
             squares.add(module)
     return CalibrationNeeds(
         frozenset(largest),
