@@ -25,6 +25,8 @@ class DecodedTensor(TensorInfo):
     """The name of the format, with its parameters."""
     parts: tuple[TensorInfo, ...] = ()
     """The tensors of codes and scales that it is made from."""
+    check: Callable[[], None] | None = None
+    """Reads its small parts and raises UserError if they contradict the others; None if there are none."""
 
     def read(self) -> Tensor:
         return self.read_rows(0, self.shape[0])

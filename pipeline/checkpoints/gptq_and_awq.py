@@ -7,7 +7,7 @@ scale`, rounded once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,9 @@ class _Module:
         if qweight.dtype != torch.int32 or qzeros.dtype != torch.int32:
             dtype = str(qweight.dtype).removeprefix("torch.")
             raise UserError(f"{source}: {name}{QWEIGHT} has dtype {dtype}; Scalegate reads codes in int32")
+        if not scales.dtype.is_floating_point:
+            dtype = str(scales.dtype).removeprefix("torch.")
+            raise UserError(f"{source}: {name}.scales has dtype {dtype}; Scalegate reads scales in floats")
         if qzeros.shape[0] != scales.shape[0]:
             raise UserError(
                 f"{source}: {name} has zero points of {qzeros.shape[0]} groups and scales of "
@@ -142,7 +145,11 @@ class _Module:
         several = self.scales.shape[0] > 1
         label = f"{stored_as}, groups of {self.size(k)}" if several else f"{stored_as}, one group a row"
         weight = decoded(f"{self.name}.weight", parts, self.scales.dtype, (n, k), decode, label)
-        return weight, tuple(part.name for part in parts)
+        check = None if self.g_idx is None else lambda: self._check_groups(k)
+        return replace(weight, check=check), tuple(part.name for part in parts)
+
+    def _check_groups(self, k: int) -> None:
+        self.groups(k)
 
     def refuse_groups(self, source: str, k: int, n: int) -> None:
         """Raise UserError if the scales do not fit codes of [K, N], or groups that are not stored do not
@@ -169,6 +176,8 @@ class _Module:
         count = self.scales.shape[0]
         if self.g_idx is None:
             return torch.arange(k) // self.size(k)
+        if self.g_idx.dtype.is_floating_point:
+            raise UserError(f"{self.g_idx.name} holds no integers, and names the group of each input")
         groups = self.g_idx.read().long()
         if int(groups.amin()) < 0 or int(groups.amax()) >= count:
             raise UserError(f"{self.g_idx.name} has group numbers beyond the {count} groups that have scales")

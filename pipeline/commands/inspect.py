@@ -1,7 +1,7 @@
 """Describes a checkpoint, ours or anybody's: formats, exact bits per weight, sizes, plan, verdict.
 
-Only headers, scales and records are read, except that an artifact's files are hashed. Nothing is judged, but
-a checkpoint that contradicts itself is refused.
+Only headers, scales, norms, biases and records are read, except that an artifact's files are hashed. Nothing
+is judged, but a checkpoint that contradicts itself is refused.
 """
 
 import math

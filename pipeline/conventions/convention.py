@@ -30,6 +30,8 @@ class StoredWeight:
     read_input: reads how the layer's input is quantized as well; None if it stays as it is
     shared:     tensors of the weight that must be equal, bit for bit, in all weights merged along N
     stored_as:  the format's name in `inspect`, if it differs from the spec's own name
+    check:      reads the weight's small tensors that say how the large ones lie, and raises UserError if they
+                contradict them; None if there are none
     """
 
     module: str
@@ -40,6 +42,7 @@ class StoredWeight:
     read_input: Callable[[], InputFormat] | None = None
     shared: tuple[str, ...] = ()
     stored_as: str | None = None
+    check: Callable[[], None] | None = None
 
     @property
     def is_quantized(self) -> bool:

@@ -1,6 +1,8 @@
 """Compares what a config declares with what the files store, for all conventions.
 
-The checks find modules that are stored packed although the config excludes them, and invalid scales.
+The checks find modules that are stored packed although the config excludes them, invalid scales, small
+tensors that contradict the codes beside them, and norms and biases that hold NaN. Large weights that are
+stored as plain numbers are not read here.
 `model_loader/contradictions.py` has the checks that need the architecture (a layer that is declared quantized
 but stored plain, tied weights that differ).
 """
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ...base.errors import UserError
+from ...layouts.formats.nvfp4 import NVFP4
 from ...layouts.formats.weight_format import Weight
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import NO_WEIGHT, Checkpoint
 from ..checkpoints.decoded_tensors import DecodedTensor
 from ..checkpoints.float_source import FLOAT8
 from ..checkpoints.safetensors_file import TensorInfo
@@ -23,7 +26,8 @@ from .convention import ExcludingConvention, StoredWeight
 
 SCALE = "scale"
 CODES = "codes"
-E8M0_SCALES, E8M0_NAN = "_scales", 255
+E8M0_SCALES, E8M0_NAN = ("_scales", "_scale"), 255
+"""The ends of names of scales in E8M0, which lie in bytes."""
 NAMED = 8
 """How many invalid tensors an error names."""
 
@@ -50,14 +54,34 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     }
 
 
-def refuse_spoilt_scales(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> None:
-    """Raise a UserError that names each scale that is no number, or is zero for codes that are not."""
+def refuse_spoilt(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> None:
+    """Raise a UserError that names each scale that is no number, or is zero for codes that are not; likewise
+    norms and biases that are no numbers, and small tensors that contradict the codes.
+    """
+    refuse_spoilt_vectors(checkpoint, stored)
+    for weight in stored.values():
+        if weight.check is not None:
+            weight.check()
+        if weight.read_input is not None:
+            weight.read_input()
     spoilt = [said for weight in stored.values() for said in _spoilt(checkpoint, weight)]
     fused = [info for info in checkpoint.tensors.values() if isinstance(info, DecodedTensor)]
     for info in fused:
         if info.name.removesuffix(".weight") not in stored:
             spoilt += [said for part in _scales_of(info) if (said := _said_of_numbers(part)) is not None]
     _refuse(checkpoint, spoilt)
+
+
+def refuse_spoilt_vectors(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> None:
+    """Raise a UserError that names each norm and bias that holds NaN or infinity."""
+    in_formats = {name for weight in stored.values() for name in weight.tensors}
+    vectors = [
+        info
+        for name, info in checkpoint.tensors.items()
+        if len(info.shape) <= 1 and info.dtype.is_floating_point
+        if name not in in_formats and not NO_WEIGHT.search(name)
+    ]
+    _refuse(checkpoint, [said for info in vectors if (said := _said_of_numbers(info)) is not None])
 
 
 def _refuse(checkpoint: Checkpoint, spoilt: list[str]) -> None:
@@ -82,7 +106,8 @@ def _read_sound(checkpoint: Checkpoint, weight: StoredWeight) -> Weight | Tensor
         return value
     for name, tensor in value.tensors().items():
         low, high = _extremes(tensor)
-        if not high < torch.inf or (low == 0 and SCALE in name):
+        is_signed = SCALE in name and isinstance(weight.spec, NVFP4) and bool((_wide(tensor) < 0).any())
+        if not high < torch.inf or (low == 0 and SCALE in name) or is_signed:
             _refuse(checkpoint, list(_spoilt(checkpoint, weight)))
     return value
 
@@ -99,6 +124,10 @@ def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
     if said:
         yield from (f"{weight.module}: {text}" for text in said)
         return
+    if isinstance(weight.spec, NVFP4):
+        signed = [part.name for part in scales if bool((_wide(part.read()) < 0).any())]
+        if signed:
+            yield f"{weight.module}: {', '.join(signed)} is negative, and GPUs read NVFP4's scales unsigned"
     zeros = [part.name for part in scales if SCALE in part.name and _extremes(part.read())[0] == 0]
     if zeros and _hides_codes(checkpoint, weight):
         yield f"{weight.module}: {', '.join(zeros)} is zero for codes that are not zero"
@@ -107,7 +136,11 @@ def _spoilt(checkpoint: Checkpoint, weight: StoredWeight) -> Iterator[str]:
 def _scales_of(info: TensorInfo) -> list[TensorInfo]:
     """Return the tensors that multiply codes: the tensor itself, or the sources of a decoded tensor."""
     parts = info.parts if isinstance(info, DecodedTensor) else (info,)
-    return [part for part in parts if part.dtype.is_floating_point or part.name.endswith(E8M0_SCALES)]
+    return [part for part in parts if part.dtype.is_floating_point or _is_e8m0(part)]
+
+
+def _is_e8m0(info: TensorInfo) -> bool:
+    return info.dtype == torch.uint8 and info.name.endswith(E8M0_SCALES)
 
 
 def _said_of_numbers(part: TensorInfo) -> str | None:

@@ -34,6 +34,7 @@ class DecodedSources:
                 (name,),
                 partial(checkpoint.read, name),
                 stored_as=info.stored_as,
+                check=info.check,
             )
             for name, info in checkpoint.tensors.items()
             if isinstance(info, DecodedTensor) and len(info.shape) == 2 and name.endswith(WEIGHT)

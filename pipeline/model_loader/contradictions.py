@@ -12,23 +12,27 @@ from transformers import PreTrainedModel
 
 from ...base.errors import UserError
 from ...base.log import logger
+from ...layouts.kv.format import KV_FORMATS
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..checkpoints.safetensors_file import hold_the_same
 from ..conventions.all_conventions import convention_of
 from ..conventions.convention import StoredWeight
-from ..conventions.declared import refuse_spoilt_scales, stored_weights
+from ..conventions.declared import refuse_spoilt, stored_weights
+from ..conventions.kv_cache import declared_kv_format, kv_cache_of
 from .skeleton import meta_model
 from .weight_loader import WEIGHT, listed, names_to_place
 from .weight_map import Assignment, map_weights
 
 
 def refuse_contradictions(checkpoint: Checkpoint) -> None:
-    """Raise UserError if config and files contradict each other, or a scale is invalid. Scales are all
-    read.
+    """Raise UserError if config and files contradict each other, or a scale, a norm or a bias is invalid.
+    These are all read; large weights that are stored as plain numbers are not.
     """
     stored = stored_weights(checkpoint)
-    refuse_spoilt_scales(checkpoint, stored)
+    refuse_spoilt(checkpoint, stored)
+    if declared_kv_format(checkpoint) in KV_FORMATS:
+        kv_cache_of(checkpoint)
     if not any(weight.is_quantized for weight in stored.values()):
         return
     try:
@@ -46,7 +50,8 @@ def refuse_misdeclared(
     model: PreTrainedModel,
     assignments: Sequence[Assignment],
 ) -> None:
-    """Raise UserError if a layer is declared quantized but stored plain, or two tied tensors differ.
+    """Raise UserError if a layer is declared quantized but stored plain, a tensor has another shape than the
+    config's, or two tied tensors differ.
 
     Only quantized checkpoints are checked: a source that ties two tensors is quantized into an artifact that
     does not.
@@ -62,6 +67,7 @@ def refuse_misdeclared(
         )
     if not any(weight.is_quantized for weight in stored.values()):
         return
+    _refuse_other_shapes(checkpoint, stored, model, assignments)
     placed = {assignment.target: assignment.names[0] for assignment in assignments}
     for target, source in model.all_tied_weights_keys.items():
         if target in placed and source in placed:
@@ -79,6 +85,28 @@ def _plain_linears(
             module = name.removesuffix(WEIGHT)
             if module not in stored and isinstance(model.get_submodule(owner), nn.Linear):
                 yield module
+
+
+def _refuse_other_shapes(
+    checkpoint: Checkpoint,
+    stored: Mapping[str, StoredWeight],
+    model: PreTrainedModel,
+    assignments: Sequence[Assignment],
+) -> None:
+    """Raise UserError if a tensor that is one parameter of the model has another shape there."""
+    for assignment in assignments:
+        if assignment.converter is not None or assignment.is_stacked:
+            continue
+        [name] = assignment.names
+        owner, _, leaf = assignment.target.rpartition(".")
+        weight = stored.get(name.removesuffix(WEIGHT))
+        found = checkpoint.tensors[name].shape if weight is None else weight.shape
+        expected = tuple(getattr(model.get_submodule(owner), leaf).shape)
+        if tuple(found) != expected:
+            raise UserError(
+                f"{checkpoint.source}: {name} has shape {list(found)}; by the config it has to be "
+                f"{list(expected)}"
+            )
 
 
 def _refuse_different(

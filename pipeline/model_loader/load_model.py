@@ -21,7 +21,7 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.default_dtype import default_dtype
 from ..checkpoints.tokenizer import load_tokenizer
 from ..conventions.convention import StoredWeight
-from ..conventions.declared import stored_weights
+from ..conventions.declared import refuse_spoilt_vectors, stored_weights
 from .contradictions import refuse_misdeclared
 from .dequantize_note import dequantized_note, emulation_note
 from .merge_groups import merge_groups
@@ -75,6 +75,7 @@ def load_model(
         checkpoint, stored, skeleton, device, picker, merge_groups(checkpoint, dtype), batch_invariance
     )
     refuse_misdeclared(checkpoint, stored, skeleton, loader.assignments())
+    refuse_spoilt_vectors(checkpoint, stored)
     loader.load(progress)
     for name, count in Counter(loader.layouts.values()).items():
         logger.debug(f"{checkpoint.source}: {count} products in layout {name}")

@@ -123,19 +123,25 @@ class PackedWords:
         """
 
         def read() -> Weight:
-            checkpoint, shape_name = self.checkpoint, f"{self.module}.weight_shape"
-            if shape_name in self.names:
-                shape = checkpoint.read(shape_name).tolist()
-                if shape != [self.n, self.k]:
-                    raise UserError(
-                        f"{checkpoint.source}: {shape_name} is {shape}, but {self.names[0]} holds "
-                        f"{[self.n, self.k]}"
-                    )
-            scale = checkpoint.read(f"{self.module}.weight_scale")
-            return make(bytes_of(checkpoint.read(self.names[0])), scale)
+            self._check_shape()
+            scale = self.checkpoint.read(f"{self.module}.weight_scale")
+            return make(bytes_of(self.checkpoint.read(self.names[0])), scale)
 
         read_input = None if inputs is None else lambda: inputs
-        return StoredWeight(self.module, (self.n, self.k), spec, (*self.names, *more), read, read_input)
+        names = (*self.names, *more)
+        shape = self.n, self.k
+        return StoredWeight(self.module, shape, spec, names, read, read_input, check=self._check_shape)
+
+    def _check_shape(self) -> None:
+        """Raise UserError if the stored shape is not that of the codes."""
+        name = f"{self.module}.weight_shape"
+        if name not in self.names:
+            return
+        shape = self.checkpoint.read(name).tolist()
+        if shape != [self.n, self.k]:
+            raise UserError(
+                f"{self.checkpoint.source}: {name} is {shape}, but {self.names[0]} holds {[self.n, self.k]}"
+            )
 
 
 def words_of(codes: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from scalegate.pipeline.commands.adopt import adopt
 from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
+from scalegate.pipeline.conventions.compressed_tensors.convention import FP8_KV_CACHE
 from scalegate.pipeline.conventions.declared import stored_weights
 from scalegate.pipeline.model_loader.contradictions import refuse_contradictions
 from scalegate.pipeline.model_loader.served_checkpoint import build_engine
@@ -61,6 +62,26 @@ def another_head(tensors: Tensors) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
 
 
+def kv_scales(value: float) -> Callable[[Tensors], None]:
+    """A scale of one layer's keys, and none of its values."""
+    return lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.tensor([value])})
+
+
+def half_the_rows(tensors: Tensors) -> None:
+    for part in ("packed", "scale"):
+        name = f"{PROJECTION}.weight_{part}"
+        tensors[name] = tensors[name][:64].contiguous()
+    tensors[f"{PROJECTION}.weight_shape"][0] = 64
+
+
+def shorter_norm(tensors: Tensors) -> None:
+    tensors[NORM] = tensors[NORM][:-1].clone()
+
+
+def stores_fp8_keys(config: dict[str, Any]) -> None:
+    config["quantization_config"]["kv_cache_scheme"] = FP8_KV_CACHE
+
+
 def ties(config: dict[str, Any]) -> None:
     config["tie_word_embeddings"] = True
 
@@ -77,7 +98,9 @@ def nothing(value: dict[str, Any]) -> None:
 
 
 CT, MODELOPT, TORCHAO = "llmcompressor-w4a16", "modelopt-nvfp4", "torchao-nvfp4"
-SCALE = f"{PROJECTION}.weight_scale"
+CT_NVFP4, INT8 = "llmcompressor-nvfp4", "llmcompressor-int8"
+NORM = "model.norm.weight"
+SCALE, SHAPE = f"{PROJECTION}.weight_scale", f"{PROJECTION}.weight_shape"
 CONTRADICTIONS = {
     "packed, ignored": (CT, excludes("ignore"), nothing, f"{PROJECTION}.weight_packed is packed"),
     "packed, excluded": (MODELOPT, excludes("ignore"), nothing, f"{PROJECTION}.weight is packed"),
@@ -94,6 +117,25 @@ CONTRADICTIONS = {
     "zero for all": (
         MODELOPT, nothing, set_first(f"{SCALE}_2", 0.0), f"{SCALE}_2 is zero for codes that are not zero",
     ),
+    "negative in E4M3": (MODELOPT, nothing, set_first(SCALE, -1.0), f"{SCALE} is negative"),
+    "negative for all": (
+        CT_NVFP4, nothing, set_first(f"{PROJECTION}.weight_global_scale", -1.0), "global_scale is (neg|-1.0)",
+    ),
+    "inputs' scale": (
+        MODELOPT, nothing, set_first(f"{PROJECTION}.input_scale", 0.0), "input_scale is 0.0; it has to be",
+    ),
+    "NaN in a norm": (CT, nothing, set_first(NORM, torch.nan), f"1 of 128 numbers in {NORM} are NaN"),
+    "infinite norm": (TORCHAO, nothing, set_first(NORM, torch.inf), f"numbers in {NORM} are NaN or infinite"),
+    "NaN in KV": (CT, stores_fp8_keys, kv_scales(torch.nan), "k_scale"),
+    "KV scale for keys alone": (CT, stores_fp8_keys, kv_scales(1.0), "has a KV scale for k only"),
+    "weight_shape": (
+        CT, nothing, set_first(SHAPE, 64), rf"{SHAPE} is \[64, 128\], but .* holds",
+    ),
+    "weight_shape, INT8": (
+        INT8, nothing, set_first(SHAPE, 64), rf"{SHAPE} is \[64, 128\], but .* holds",
+    ),
+    "rows": (CT, nothing, half_the_rows, r"q_proj.weight has shape \[64, 128\]; by the config .*128, 128"),
+    "short norm": (CT, nothing, shorter_norm, r"norm.weight has shape \[127\]; by the config .* \[128\]"),
     "tied": (CT, ties, another_head, "ties lm_head.weight to model.embed_tokens.weight"),
 }  # fmt: skip
 
@@ -123,9 +165,18 @@ def test_each_command_names_it(contradiction: tuple[Path, str], random_checkpoin
             command(folder, baseline)
 
 
-@pytest.mark.parametrize("name", [CT, MODELOPT, TORCHAO, "llmcompressor-int8", "llmcompressor-mixed"])
+@pytest.mark.parametrize("name", [CT, CT_NVFP4, MODELOPT, TORCHAO, INT8, "llmcompressor-mixed"])
 def test_sound_checkpoints_of_others_contradict_nothing(name: str) -> None:
     refuse_contradictions(open_checkpoint(FIXTURES / name))
+
+
+def test_a_mask_that_old_versions_saved_may_be_infinite(tmp_path: Path) -> None:
+    folder = tmp_path / "masked"
+    shutil.copytree(FIXTURES / CT, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.attn.masked_bias"] = torch.tensor(-torch.inf, dtype=torch.float16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refuse_contradictions(open_checkpoint(folder))
 
 
 def test_equal_tensors_may_be_tied(tmp_path: Path) -> None:

@@ -246,8 +246,22 @@ def test_groups_without_scales_are_refused(random_checkpoint: Any, tmp_path: Pat
     path = folder / "model.safetensors"
     moved = {name: (t + 1 if name.endswith("g_idx") else t) for name, t in load_file(path).items()}
     save_file(moved, path, {"format": "pt"})
-    with pytest.raises(UserError, match="g_idx has group numbers beyond the 2 groups that have scales"):
-        quantize(folder, RECIPE, tmp_path / "out", progress=False)
+    for command in (inspect, lambda source: quantize(source, RECIPE, tmp_path / "out", progress=False)):
+        with pytest.raises(UserError, match="g_idx has group numbers beyond the 2 groups that have scales"):
+            command(folder)
+
+
+@pytest.mark.parametrize(("part", "said"), [("scales", "scales in floats"), ("g_idx", "holds no integers")])
+def test_parts_of_another_kind_of_number_are_refused(
+    part: str, said: str, random_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder = stored_as("GPTQ", random_checkpoint("llama", torch.float16), tmp_path / "source")
+    path = folder / "model.safetensors"
+    dtype = torch.int32 if part == "scales" else torch.float32
+    tensors = {name: (t.to(dtype) if name.endswith(part) else t) for name, t in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=said):
+        inspect(folder)
 
 
 def test_zero_biases_of_autogptq_may_be_left_out(random_checkpoint: Any, tmp_path: Path) -> None:
