@@ -87,7 +87,7 @@ def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device, s
     shorter_by: the options by which a user shortens requests, if not by the one for max_model_len
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
-    context_length(model, min(length, checkpoint.context or length), device, shorter_by)
+    context_length(model, min(length, checkpoint.context or length), shorter_by)
     try:
         with torch.device("meta"):
             _skip_experts(model)

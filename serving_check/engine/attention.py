@@ -23,7 +23,7 @@ from ...kernels.attention.options import AttentionOptions
 from ...layouts.kv.attention_metadata import AttentionMetadata
 from ...layouts.kv.layer import KVShape, LayerKV
 from ...layouts.states.state_format import StateKey, StateShape
-from .special_attention.long_rope import LONGROPE, hook_long_rope
+from .special_attention.long_rope import LONGROPE, LongRequests, hook_long_rope
 from .special_attention.own_attention import Alibi, attends_itself, route_attention
 from .special_attention.sparse_attention import CHOSEN_KEYS, dense_length, skip_indexers, unread_mask
 from .state_layers import StateObserver, hook_state_layers, keeps_a_state, taking_states
@@ -283,12 +283,10 @@ def _take_temperature(module: nn.Module) -> Temperature | None:
 def context_length(
     model: PreTrainedModel,
     max_model_len: int | None,
-    device: torch.device | None = None,
     shorter_by: str = "",
 ) -> int:
     """Return the longest context of a request: `max_model_len` if given, else the model's own limit.
 
-    device: where the model will be served, if that is not where it is
     shorter_by: the options by which a user shortens requests, if not by the one for max_model_len
     """
     architecture = type(model).__name__
@@ -306,7 +304,7 @@ def context_length(
             )
     if max_model_len is not None and max_model_len > context:
         raise UserError(f"max_model_len={max_model_len} is more than the model's context of {context} tokens")
-    served, reason = min(_limits(config, context, device or model.device))
+    served, reason = min(_limits(config, context))
     if (max_model_len or 0) > served:
         options = shorter_by or f"{flag('max_model_len')} {served}"
         raise unsupported(
@@ -322,7 +320,7 @@ def context_length(
     return max_model_len or served
 
 
-def _limits(config: Any, context: int, device: torch.device) -> Iterator[tuple[int, str]]:
+def _limits(config: Any, context: int) -> Iterator[tuple[int, str]]:
     """Yield the context lengths up to which the model can be served, each with what would change beyond
     it.
     """
@@ -331,9 +329,6 @@ def _limits(config: Any, context: int, device: torch.device) -> Iterator[tuple[i
         length = dense_length(config, layer_type)
         if length is not None:
             yield length, "its attention is sparse"
-    original = _original_context(config)
-    if original is not None and device.type == "cuda":
-        yield original, "requests have other rotary frequencies (longrope), which a CPU serves so far"
     for rope in _rope_parameters(config):
         if rope.get("rope_type") == DYNAMIC:
             limit = rope.get("original_max_position_embeddings") or context
@@ -346,6 +341,20 @@ def _original_context(config: Any) -> int | None:
         if rope.get("rope_type") == LONGROPE:
             return cast(int, rope["original_max_position_embeddings"])
     return None
+
+
+def follow_lengths(model: PreTrainedModel, table: tuple[int, int], page_size: int) -> LongRequests | None:
+    """Make a model with LongRoPE look at the length of each request, and return what notes which are long.
+
+    table: the rows and the width of the pool's block table
+    Return None for a model without LongRoPE, and if no request is longer than its original context.
+    """
+    rows, longest = table[0], table[1] * page_size
+    original_context = _original_context(model.config.get_text_config(decoder=True))
+    if original_context is None or longest <= original_context:
+        return None
+    hook_long_rope(model, original_context, longest)
+    return LongRequests(rows, model.device)
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
@@ -377,10 +386,7 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
         )
     for index, module in observer.modules.items():
         module.register_buffer(LAYER_INDEX, torch.tensor(index, device="cpu"), persistent=False)
-    original_context = _original_context(config)
-    if original_context is not None:
-        hook_long_rope(model, original_context)
-    found = ServedLayers(observer.layers, states.shapes, original_context)
+    found = ServedLayers(observer.layers, states.shapes, _original_context(config))
     refuse_on_gpu(architecture, found, model.device)
     return found
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...base.batch_invariance import CPU_ROWS, BatchInvariance
-from .attention import AttentionLayer
+from .attention import AttentionLayer, follow_lengths
 from .forward import Forward
 from .kv_pool import KVPool
 from .model_runner import StepResult
@@ -40,7 +40,10 @@ class CpuRunner:
         self.clock = StepClock(model.device)
         self.buckets = buckets
         self._max_requests = len(pool.block_table)
-        self._forward = Forward(model, layers, pool.layers, as_op=False, states=pool.states)
+        self._long_requests = follow_lengths(model, pool.block_table.shape, pool.page_size)
+        self._forward = Forward(
+            model, layers, pool.layers, as_op=False, states=pool.states, long_requests=self._long_requests
+        )
         self._keeps_bits = batch_invariance != "tuned"
         largest = max(largest_chunk + self._max_requests, CPU_ROWS)
         self._buffers = StepBuffers(
@@ -55,20 +58,19 @@ class CpuRunner:
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batches(self, schedule: Schedule) -> list[Schedule]:
-        """Run decoding and prefill separately, although `run` would take a mixed batch too. Long requests
-        are separate in any case.
-        """
-        kinds = schedule.by_length_kind()
+        """Run decoding and prefill separately, although `run` would take a mixed batch too."""
         if self._keeps_bits:
-            return [batch for kind in kinds for batch in kind.in_passes(CPU_ROWS)]
-        apart = [part for kind in kinds for part in (Schedule(kind.decode, []), Schedule([], kind.prefill))]
+            return schedule.in_passes(CPU_ROWS)
+        apart = Schedule(schedule.decode, []), Schedule([], schedule.prefill)
         return [batch for batch in apart if batch.num_tokens]
 
     def run(self, batch: Schedule) -> StepResult:
         """Run a batch. The tokens have been drawn when this returns."""
         sequences, shape = batch.sampled, self._shape(batch)
+        if self._long_requests is not None:
+            self._long_requests.take({sequence.row: sequence.is_long for sequence in batch.sequences})
         step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
-        logits = self._forward(step.token_ids, step.attention, step.logits_indices, batch.is_long)
+        logits = self._forward(step.token_ids, step.attention, step.logits_indices)
         rows: slice | list[int] = slice(0, len(sequences))
         scored: list[tuple[PrefillChunk, Tensor]] = []
         if batch.is_scored:

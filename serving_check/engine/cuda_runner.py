@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...base.batch_invariance import BatchInvariance
-from .attention import AttentionLayer
+from .attention import AttentionLayer, follow_lengths
 from .buckets import mixed_buckets, mixed_warm_up_buckets
 from .compiling import triton_settings
 from .compiling.cuda_graphs import CudaGraphs
@@ -52,8 +52,15 @@ class CudaRunner:
         self.graphs: CudaGraphs[tuple[Tensor, Tensor]] = CudaGraphs()
         """The captured graphs. Each returns logits [L, V] and drawn tokens int64 [L]."""
         self._rows = rows
+        self._long_requests = follow_lengths(model, pool.block_table.shape, pool.page_size)
         self._forward = Forward(
-            model, layers, pool.layers, as_op=True, batch_invariance=batch_invariance, states=pool.states
+            model,
+            layers,
+            pool.layers,
+            as_op=True,
+            batch_invariance=batch_invariance,
+            states=pool.states,
+            long_requests=self._long_requests,
         )
         self._compiled = compiled
         self._prepared = False
@@ -83,6 +90,8 @@ class CudaRunner:
         host = self._buffers.stage(batch.decode, batch.prefill, shape)
         self.clock.device_starts()
         self._sampling.take(sequences)
+        if self._long_requests is not None:
+            self._long_requests.take({sequence.row: sequence.is_long for sequence in batch.sequences})
         self._buffers.send(shape, len(batch.decode) + len(batch.prefill))
         if shape in self.graphs:
             logits, drawn = self.graphs.replay(shape)

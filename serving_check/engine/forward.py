@@ -17,7 +17,7 @@ from ...layouts.states.state_format import StateKey, StateSlots
 from .attention import Attention, AttentionLayer, PagedAttention, taking_calls
 from .compiling.compiled_layers import ONE_TUNING, TUNINGS, CompiledLayers, model_layers
 from .compiling.cross_layer_fusion import fuse_across_layers
-from .special_attention.long_rope import long_requests
+from .special_attention.long_rope import LongRequests, long_tokens
 from .special_attention.sparse_attention import unread_mask
 from .state_layers import STATES_AS_OP, States, StepStates, taking_states
 from .step_ops import ATTENTION_AS_OP, NO_STORAGE, Step, running
@@ -39,38 +39,39 @@ class Forward:
         as_op: bool,
         batch_invariance: BatchInvariance = "tuned",
         states: Mapping[StateKey, StateSlots] | None = None,
+        long_requests: LongRequests | None = None,
     ):
         """batch_invariance: the mode for which layers are compiled. states: the slots of layers that keep a
-        state"""
+        state. long_requests: which requests are long, if the model has LongRoPE and contexts beyond its own
+        """
         self.model = model
         self.layers = layers
         self.storage = storage
         self.as_op = as_op
         self._mask = unread_mask(model, model.device)
         self.states = states or {}
+        self.long_requests = long_requests
         self._batch_invariance = batch_invariance
         self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        metadata: AttentionMetadata,
-        logits_indices: Tensor | None,
-        is_long: bool = False,
+        self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
     ) -> Tensor:
-        """Map token_ids int64 [T] to logits [L, V] of the tokens logits_indices, int64 [L]; None for all T.
+        """Map token_ids int64 [T] to logits [L, V] of the tokens logits_indices, int64 [L], or of all."""
+        if self.long_requests is None:
+            return self._compute(token_ids, metadata, logits_indices)
+        with long_tokens(self.long_requests.of(metadata.token_rows)):
+            return self._compute(token_ids, metadata, logits_indices)
 
-        is_long: whether the requests are longer than the original context of a model with LongRoPE
-        """
+    def _compute(
+        self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
+    ) -> Tensor:
         attention = PagedAttention(self.layers, self.storage, metadata)
         states = StepStates(self.states, metadata)
         if self.as_op:
             return self._run_with_ops(token_ids, metadata.positions, Step(attention, states), logits_indices)
         is_column = logits_indices is None
-        with long_requests(is_long):
-            logits = self._run(
-                token_ids, metadata.positions, attention, states, logits_indices, int(is_column)
-            )
+        logits = self._run(token_ids, metadata.positions, attention, states, logits_indices, int(is_column))
         return logits.flatten(0, 1)
 
     def compile(self) -> None:

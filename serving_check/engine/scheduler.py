@@ -55,23 +55,10 @@ class Schedule:
         """
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
-    def by_length_kind(self) -> "list[Schedule]":
-        """Return the work of long requests and of all others apart, as far as there is any."""
-        kinds = [
-            Schedule(
-                [sequence for sequence in self.decode if sequence.is_long == is_long],
-                [chunk for chunk in self.prefill if chunk.sequence.is_long == is_long],
-            )
-            for is_long in (False, True)
-        ]
-        return [schedule for schedule in kinds if schedule.num_tokens]
-
     @property
-    def is_long(self) -> bool:
-        """Say whether its requests are long, which is the same for all of them."""
-        return any(
-            sequence.is_long for sequence in [*self.decode, *(chunk.sequence for chunk in self.prefill)]
-        )
+    def sequences(self) -> list[Sequence]:
+        """Return the sequences of all tokens."""
+        return [*self.decode, *(chunk.sequence for chunk in self.prefill)]
 
     def in_passes(self, tokens: int) -> "list[Schedule]":
         """Yield the schedule's work in passes of at most `tokens`: decoding first, then prefill chunks, cut

@@ -139,7 +139,7 @@ def engine_on_kernels(model: PreTrainedModel, **sizes) -> Engine:
         pool.layers[index] = CudaLayerKV(StoredPages(*heads_first), shape, size, workspaces)
         if isinstance(layer, ChunkedLayerKV):
             pool.layers[index] = ChunkedLayerKV(pool.layers[index], chunk, True, workspaces)
-    buckets, chunk = (1, SIZES["max_num_seqs"]), engine.scheduler.prefill_chunk
+    buckets, chunk = (1, options.max_num_seqs), engine.scheduler.prefill_chunk
     engine.runner = CudaRunner(
         model, layers, pool, buckets, chunk, compiled=False, batch_invariance=options.batch_invariance
     )
@@ -245,3 +245,43 @@ def test_layers_with_a_state_have_the_tokens_of_the_cpu_engine(kind: str):
     engine._overlapped = True
     answers = engine.generate(prompts, GREEDY)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+
+
+def test_long_and_short_requests_share_steps_under_longrope():
+    torch.manual_seed(0)
+    original = 20
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": original,
+    }
+    config = AutoConfig.for_model(
+        "phi3",
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        pad_token_id=0,
+        max_position_embeddings=48,
+        original_max_position_embeddings=original,
+        rope_parameters=rope,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    numbers = random.Random(1)
+    # One stays short, one outgrows the original context while it is answered, one is long from the start.
+    prompts = [[numbers.randrange(256) for _ in range(length)] for length in (3, original - 1, original + 9)]
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    sizes = {"max_num_seqs": 3, "max_model_len": 48}
+    expected = Engine(copy.deepcopy(model), EngineOptions(**sizes), frozenset()).generate(prompts, params)
+    engine = engine_on_kernels(model, **sizes, prefill_chunk=16)
+    engine._overlapped = True
+    mixed, run = [], engine.runner.run
+    engine.runner.run = lambda batch: mixed.append({s.is_long for s in batch.sequences}) or run(batch)
+    answers = engine.generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    assert {False, True} in mixed

@@ -1,12 +1,9 @@
 """With LongRoPE, a request's tokens depend on its own length, not on the lengths of requests beside it."""
 
 import functools
-import logging
 
 import pytest
 import torch
-from scalegate.base.errors import UserError
-from scalegate.serving_check.engine.attention import context_length
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
@@ -106,13 +103,3 @@ def test_generate_computes_the_same_for_phi3() -> None:
             torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
         )
     assert tuple(found[0, len(prompt) :].tolist()) == expected("phi3")[2]
-
-
-def test_a_gpu_serves_the_original_context(caplog: pytest.LogCaptureFixture) -> None:
-    model, gpu = make_model("phi3"), torch.device("cuda")
-    with pytest.raises(UserError, match=f"past {ORIGINAL} tokens .* which a CPU serves so far"):
-        context_length(model, ORIGINAL + 1, gpu)
-    with caplog.at_level(logging.WARNING):
-        assert context_length(model, None, gpu) == ORIGINAL
-    assert f"not of {SIZES['max_position_embeddings']}" in caplog.text
-    assert context_length(model, None) == SIZES["max_position_embeddings"]
