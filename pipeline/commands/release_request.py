@@ -119,7 +119,11 @@ def refuse_unserved_source(source: Checkpoint, request: ReleaseRequest) -> None:
         longest, device = request.engine.max_model_len, torch.device(resolve_device(request.device or AUTO))
         # Without a length of its own, the engine's is that of the workload.
         shorter_by = "" if longest else f"{flag('input_len')} + {flag('output_len')}"
-        refuse_unserved(source, longest or workload.input_len + workload.output_len, device, shorter_by)
+        length = longest or workload.input_len + workload.output_len
+        length = min(length, source.context or length)  # `require_context` says what is longer
+        refuse_unserved(
+            source, length, device, request.kv_cache, shorter_by, f"`kv_cache: {UNQUANTIZED}` in the recipe"
+        )
 
 
 def refuse_exploratory(recipe: Recipe, request: ReleaseRequest) -> None:

@@ -15,6 +15,8 @@ from ...serving_check.engine.attention import (
     refuse_on_gpu,
     served_layers,
 )
+from ...serving_check.engine.options import UNQUANTIZED
+from ...serving_check.engine.prepare_model import refuse_rounded_positions
 from ...serving_check.engine.state_layers import keeps_a_state
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.default_dtype import default_dtype
@@ -79,24 +81,37 @@ def state_bytes_of(checkpoint: Checkpoint) -> int | None:
     return 0 if layers is None else layers.state_bytes
 
 
-def refuse_unserved(checkpoint: Checkpoint, length: int, device: torch.device, shorter_by: str = "") -> None:
+def refuse_unserved(
+    checkpoint: Checkpoint,
+    length: int,
+    device: torch.device,
+    kv_format: str = UNQUANTIZED,
+    shorter_by: str = "",
+    unquantized_by: str = "",
+) -> None:
     """Raise UserError if the embedded engine cannot serve the checkpoint; none of its weights is read.
 
     length: tokens of a request, prompt and answer
     device: the device on which it would be served
+    kv_format: how keys and values would be stored
     shorter_by: the options by which a user shortens requests, if not by the one for max_model_len
+    unquantized_by: how a user asks for unquantized keys and values, if not by an option
     """
     model = meta_model(checkpoint, default_dtype(checkpoint)).eval()
-    context_length(model, min(length, checkpoint.context or length), shorter_by)
+    architecture = type(model).__name__
+    context_length(model, length, shorter_by)
     try:
         with torch.device("meta"):
             _skip_experts(model)
-            refuse_on_gpu(type(model).__name__, served_layers(model), device)
+            layers = served_layers(model)
     except UserError:
         raise
     except Exception as error:
         # What cannot be run on the meta device may run on another: the server will say.
         logger.debug(f"whether {checkpoint.source} is served is not known beforehand: {error}")
+        return
+    refuse_on_gpu(architecture, layers, device)
+    refuse_rounded_positions(architecture, layers, kv_format, unquantized_by)
 
 
 def _skip_experts(model: nn.Module) -> None:

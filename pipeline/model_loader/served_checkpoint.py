@@ -35,20 +35,25 @@ def build_engine(
 
     tokenizer: the checkpoint's, if it has been loaded already
     """
+    import torch
+
     from ...layouts.kv.format import KV_FORMATS, largest_of
     from ...serving_check.engine.engine import Engine
     from ..checkpoints.checkpoint import open_checkpoint
     from ..conventions.kv_cache import kv_cache_of
     from ..machine.device import resolve_device, resolve_dtype
+    from .attention_shapes import refuse_unserved
     from .load_model import load_model
 
     checkpoint = open_checkpoint(folder)
     kv_cache = kv_cache_of(checkpoint, options.kv_cache_dtype)
     if largest_of(KV_FORMATS[kv_cache.kv_format]) is not None and not kv_cache.scales:
         logger.warning("no KV scales in the checkpoint; keys and values are stored unscaled")
+    device = resolve_device(options.device)
+    refuse_unserved(checkpoint, options.max_model_len or 1, torch.device(device), kv_cache.kv_format)
     loaded = load_model(
         checkpoint,
-        device=resolve_device(options.device),
+        device=device,
         dtype=resolve_dtype(options.dtype),
         layout=options.layout,
         batch_invariance=options.batch_invariance,

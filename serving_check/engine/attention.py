@@ -404,8 +404,8 @@ def _run(model: PreTrainedModel, architecture: str, tokens: torch.Tensor, observ
         )
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         # transformers raises whatever a config that lacks something, or a class of another kind, breaks. What
-        # cannot be run on the meta device may run on another.
-        if isinstance(error, RuntimeError) and tokens.is_meta:
+        # only the meta device cannot run may run on another.
+        if tokens.is_meta and isinstance(error, RuntimeError) and "meta" in str(error).lower():
             raise
         raise unsupported(
             architecture, f"its forward raises {type(error).__name__}: {' '.join(str(error).split())}"

@@ -27,7 +27,7 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
     model.eval()
     restore_layers(model)
     layers = served_layers(model)
-    _require_exact_positions(type(model).__name__, layers, options)
+    refuse_rounded_positions(type(model).__name__, layers, options.kv_format)
     on_gpu, is_invariant = model.device.type == "cuda", options.batch_invariance != TUNED
     require_batch_invariance(options.kv_format, options.batch_invariance, model.device)
     if on_gpu or is_invariant:
@@ -47,13 +47,18 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
     return layers
 
 
-def _require_exact_positions(architecture: str, layers: ServedLayers, options: EngineOptions) -> None:
-    """Raise UserError if keys that hold their positions would be rounded."""
-    if options.kv_format != UNQUANTIZED and any(layer.alibi for layer in layers.attention.values()):
+def refuse_rounded_positions(
+    architecture: str, layers: ServedLayers, kv_format: str, unquantized_by: str = ""
+) -> None:
+    """Raise UserError if keys that hold their positions would be rounded.
+
+    unquantized_by: how a user asks for unquantized keys, if not by an option
+    """
+    if kv_format != UNQUANTIZED and any(layer.alibi for layer in layers.attention.values()):
+        how = unquantized_by or f"{flag('kv_cache_dtype')} {UNQUANTIZED}"
         raise unsupported(
             architecture,
-            f"its keys hold their positions (ALiBi), which {options.kv_format} would round "
-            f"({flag('kv_cache_dtype')} {UNQUANTIZED} keeps them)",
+            f"its keys hold their positions (ALiBi), which {kv_format} would round ({how} keeps them)",
         )
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import scalegate
 from scalegate import LLM, EngineOptions, SamplingParams, UserError
+from scalegate.pipeline.model_loader import load_model
 from scalegate.pipeline.model_loader.served_checkpoint import build_engine
+from transformers import AutoConfig, AutoModelForCausalLM
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "generate.py"
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -47,6 +50,41 @@ def test_prompts_may_be_tokens_and_may_come_alone(llm: LLM):
         llm.generate(prompt, GREEDY) for prompt in (PROMPTS[0], tokens, [tokens])
     )
     assert by_text == by_tokens == alone and by_text.prompt_token_ids == tuple(tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (
+            {"model_type": "rwkv", "context_length": 256},
+            {},
+            "cannot serve RwkvForCausalLM: it keeps a recurrent",
+        ),
+        (
+            {"model_type": "bloom", "n_layer": 1, "n_head": 2},
+            {"kv_cache_dtype": "fp8"},
+            "which fp8 would round (--kv-cache-dtype unquantized keeps them)",
+        ),
+        (
+            {"model_type": "gpt2", "n_layer": 1, "n_head": 2},
+            {"max_model_len": 4096},
+            "max_model_len=4096 is more than",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_weights_are_read(
+    config: dict, options: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes | config))
+    model.save_pretrained(tmp_path / "model")
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(load_model, "load_model", read)
+    with pytest.raises(UserError, match=re.escape(said)):
+        LLM(tmp_path / "model", device="cpu", max_num_seqs=1, **options)
 
 
 def test_each_prompt_may_have_parameters_of_its_own(llm: LLM):

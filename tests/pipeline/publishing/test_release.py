@@ -280,10 +280,18 @@ def test_that_alibi_is_not_served_on_a_gpu_is_said_before_anything_is_made(tmp_p
     assert "BloomForCausalLM: attention with ALiBi is served on a CPU only" in output
 
 
-def refused(config, folder, dry_run):
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_that_a_kv_format_would_round_alibi_is_said_before_anything_is_made(tmp_path, dry_run):
+    sizes = {"vocab_size": 64, "hidden_size": 128, "n_layer": 2, "n_head": 2, "seq_length": 4096}
+    output = refused(AutoConfig.for_model("bloom", **sizes), tmp_path, dry_run, "--recipe", "kvarn-k4v2")
+    # The option of the engine is none of `release`.
+    assert "which kvarn_k4v2_g128 would round (`kv_cache: unquantized` in the recipe keeps them)" in output
+
+
+def refused(config, folder, dry_run, *more):
     """What `release` says of a random model with this config."""
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "source")
-    words = [folder / "source", "--to", f"folder:{folder / 'target'}", "--work", folder / "work"]
+    words = [folder / "source", "--to", f"folder:{folder / 'target'}", "--work", folder / "work", *more]
     found = CliRunner().invoke(command, [*map(str, words), *(["--dry-run"] if dry_run else [])])
     assert found.exit_code == 2, found.output
     assert not (folder / "work").exists() and not (folder / "target").exists()

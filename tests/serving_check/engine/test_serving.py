@@ -1,8 +1,11 @@
 """What a running engine owes its users: stops, aborts, preemption, admission, refusals, honest statistics."""
 
+import re
+
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.serving_check.engine.attention import served_layers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams, StepOutput
@@ -294,6 +297,26 @@ def test_a_forward_that_cannot_be_run_is_refused_by_name(monkeypatch: pytest.Mon
     monkeypatch.setattr(type(model), "forward", forward)
     with pytest.raises(UserError, match=r"Qwen3ForCausalLM: its forward raises TypeError: .*'pixel_values'"):
         Engine(model, EngineOptions(max_num_seqs=1), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        ("mat1 and mat2 shapes cannot be multiplied (2x16 and 12x8)", UserError),
+        ("Tensor.item() cannot be called on meta tensors", RuntimeError),
+    ],
+)
+def test_without_weights_only_faults_of_the_meta_device_leave_open_whether_a_model_is_served(
+    monkeypatch: pytest.MonkeyPatch, fault: str, raised: type[Exception]
+):
+    model = make_model().to("meta")
+
+    def forward(*_: object, **__: object) -> None:
+        raise RuntimeError(fault)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(raised, match=re.escape(fault)):
+        served_layers(model)
 
 
 def test_gpt2_learned_positions_are_served_exactly():
