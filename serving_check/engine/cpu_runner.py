@@ -68,7 +68,7 @@ class CpuRunner:
         """Run a batch. The tokens have been drawn when this returns."""
         sequences, shape = batch.sampled, self._shape(batch)
         if self._long_requests is not None:
-            self._long_requests.take({sequence.row: sequence.is_long for sequence in batch.sequences})
+            self._long_requests.take(batch.is_long_by_row)
         step = self._buffers.input(shape, self._buffers.stage(batch.decode, batch.prefill, shape))
         logits = self._forward(step.token_ids, step.attention, step.logits_indices)
         rows: slice | list[int] = slice(0, len(sequences))

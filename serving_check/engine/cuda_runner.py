@@ -91,7 +91,7 @@ class CudaRunner:
         self.clock.device_starts()
         self._sampling.take(sequences)
         if self._long_requests is not None:
-            self._long_requests.take({sequence.row: sequence.is_long for sequence in batch.sequences})
+            self._long_requests.take(batch.is_long_by_row)
         self._buffers.send(shape, len(batch.decode) + len(batch.prefill))
         if shape in self.graphs:
             logits, drawn = self.graphs.replay(shape)

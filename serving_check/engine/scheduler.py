@@ -56,9 +56,10 @@ class Schedule:
         return [*self.decode, *(chunk.sequence for chunk in self.prefill if chunk.completes)]
 
     @property
-    def sequences(self) -> list[Sequence]:
-        """Return the sequences of all tokens."""
-        return [*self.decode, *(chunk.sequence for chunk in self.prefill)]
+    def is_long_by_row(self) -> dict[int, bool]:
+        """Return whether each request of the step is beyond the original context (LongRoPE), by its row."""
+        sequences = [*self.decode, *(chunk.sequence for chunk in self.prefill)]
+        return {sequence.row: sequence.is_long for sequence in sequences if sequence.row is not None}
 
     def in_passes(self, tokens: int) -> "list[Schedule]":
         """Yield the schedule's work in passes of at most `tokens`: decoding first, then prefill chunks, cut

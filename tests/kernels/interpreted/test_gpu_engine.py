@@ -281,7 +281,7 @@ def test_long_and_short_requests_share_steps_under_longrope():
     engine = engine_on_kernels(model, **sizes, prefill_chunk=16)
     engine._overlapped = True
     mixed, run = [], engine.runner.run
-    engine.runner.run = lambda batch: mixed.append({s.is_long for s in batch.sequences}) or run(batch)
+    engine.runner.run = lambda batch: mixed.append(set(batch.is_long_by_row.values())) or run(batch)
     answers = engine.generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert {False, True} in mixed

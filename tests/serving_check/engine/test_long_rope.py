@@ -48,9 +48,11 @@ SMALL_POOL = {"kv_cache_tokens": 128}
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-def make_model(kind: str) -> PreTrainedModel:
+def make_model(kind: str, **sizes) -> PreTrainedModel:
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).eval()
+    config = CONFIGS[kind]()
+    config.update(sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -65,13 +67,18 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def expected(kind: str) -> list[tuple[int, ...]]:
+    return tokens_of(make_model(kind))
+
+
+def tokens_of(model: PreTrainedModel) -> list[tuple[int, ...]]:
     """Greedy tokens of transformers, which computes the whole text again for every token."""
-    model, found = make_model(kind), []
+    found = []
     for prompt in prompts():
         tokens = list(prompt)
         for _ in range(NEW_TOKENS):
             with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([tokens]), use_cache=False, logits_to_keep=1).logits
+                ids = torch.tensor([tokens], device=model.device)
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
             tokens.append(int(logits[0, -1].argmax()))
         found.append(tuple(tokens[len(prompt) :]))
     return found
@@ -103,3 +110,19 @@ def test_generate_computes_the_same_for_phi3() -> None:
             torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
         )
     assert tuple(found[0, len(prompt) :].tolist()) == expected("phi3")[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_a_gpu_computes_long_and_short_requests_in_one_step(kind: str, compiled: bool) -> None:
+    rope = CONFIGS[kind]().rope_parameters | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "rope_parameters": rope}
+    meant = tokens_of(make_model(kind, **sizes).cuda())
+    options = EngineOptions(max_num_seqs=4, max_model_len=128, prefill_chunk=16, compiled=compiled)
+    engine = Engine(make_model(kind, **sizes).cuda(), options, frozenset())
+    engine.warm_up(progress=False)
+    both, run = [], engine.runner.run
+    engine.runner.run = lambda batch: both.append(len(set(batch.is_long_by_row.values())) == 2) or run(batch)
+    assert [completion.token_ids for completion in engine.generate(prompts(), GREEDY)] == meant
+    assert any(both) and engine.stats().compilations == ()
