@@ -73,10 +73,10 @@ def test_any_head_size_and_grouping(head_dim, heads, kv_heads):
 @pytest.mark.parametrize(
     "options",
     [
-        {"sliding_window": 40},
+        pytest.param({"sliding_window": 40}, marks=pytest.mark.exhaustive),
         {"sliding_window": 270},
-        {"softcap": 3.0},
-        {"sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
+        pytest.param({"softcap": 3.0}, marks=pytest.mark.exhaustive),
+        pytest.param({"sinks": torch.linspace(-2, 5, 4, device=DEVICE)}, marks=pytest.mark.exhaustive),
         {"sliding_window": 100, "softcap": 5.0, "sinks": torch.linspace(-2, 5, 4, device=DEVICE)},
     ],
     ids=["window", "window-over-two-splits", "softcap", "sinks", "all"],

@@ -48,8 +48,8 @@ def drawn(logits: torch.Tensor, sequences: list[Sequence], positions: torch.Tens
     [
         pytest.param(torch.float32, 3.0, PARAMS, marks=pytest.mark.exhaustive),
         (torch.float32, 3.0, PARAMS[2::3]),
-        (torch.bfloat16, 3.0, PARAMS[::3]),
-        (torch.float16, 3.0, PARAMS[1::5]),
+        pytest.param(torch.bfloat16, 3.0, PARAMS[::3], marks=pytest.mark.exhaustive),
+        pytest.param(torch.float16, 3.0, PARAMS[1::5], marks=pytest.mark.exhaustive),
         (torch.bfloat16, 0.1, PARAMS[::3]),
     ],
     ids=["all", "float32", "bfloat16", "float16", "little spread"],

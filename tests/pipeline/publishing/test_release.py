@@ -14,6 +14,7 @@ from scalegate.pipeline.commands.inspect import inspect
 from scalegate.pipeline.commands.release import release
 from scalegate.pipeline.conventions.compressed_tensors.convention import CONVENTION as compressed_tensors
 from scalegate.pipeline.records.artifact import Artifact
+from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.pipeline.publishing.fake_hub import Drop, Refuse, Request
 from scalegate.tests.pipeline.publishing.passed_artifact import edit_json
 from scalegate.tests.pipeline.publishing.stand_in_gate import StandInGate
@@ -187,7 +188,9 @@ def test_a_verdict_on_something_else_does_not_stand(run, gate, spoil):
     assert gate.runs == 2
 
 
-@pytest.mark.parametrize(("status", "exit_code"), [("fail", 1), ("inconclusive", 2)])
+@pytest.mark.parametrize(
+    ("status", "exit_code"), exhaustive_but([("fail", 1), ("inconclusive", 2)], ("fail", 1))
+)
 def test_nothing_is_published_unless_the_gate_passes(gate, tmp_path, tiny_checkpoint, status, exit_code):
     gate.status = status
     arguments = [str(tiny_checkpoint), "--to", f"folder:{tmp_path / 'release'}", "--device", "cpu"]

@@ -19,6 +19,7 @@ from scalegate.serving_check.evidence.served_in_use import ServedInUse
 from scalegate.serving_check.quality import below_best
 from scalegate.serving_check.workload.planned_request import Adjustments, Truncation
 from scalegate.serving_check.workload.use_plan import TRUNCATIONS
+from scalegate.tests.exhaustive import exhaustive_but
 from torch import nn
 
 PROMPT, TOKENS = tuple(range(100, 120)), 24
@@ -29,7 +30,7 @@ def model(example_checkpoint: Path) -> nn.Module:
     return load_model(example_checkpoint, device="cpu", dtype=torch.float32, progress=False).model
 
 
-@pytest.fixture(scope="module", params=["plain", "stored"])
+@pytest.fixture(scope="module", params=exhaustive_but(["plain", "stored"], "stored"))
 def scorer(request: pytest.FixtureRequest, model: nn.Module) -> TextScorer:
     if request.param == "plain":
         return TextScorer(model, model)
