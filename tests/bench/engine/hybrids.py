@@ -9,6 +9,7 @@ experts are taken by chance. Exit status 1 where anything was compiled once all 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -63,13 +64,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Qwen3-Next-80B-A3B and Nemotron-H-8B."""
-OVERRIDES = {
-    "nemotron_h": {
-        "hybrid_override_pattern": "M-M-M*M-",
-        "layers_block_type": SHAPES["nemotron_h"]["layers_block_type"],
-    }
-}
-"""What vLLM 0.26 asks of a config, and transformers has under other names."""
 LAYOUT = "swap_ab"
 LEAST_ROWS = 64
 """Of a quantized product; gates with one row stay in bf16."""
@@ -124,8 +118,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         theirs = Vllm(name, Path(scratch), options.vllm_share) if options.vllm else None
         engines = {kind: warm_engine(kind, model) for kind, model in models.items()}
-        if theirs is not None:
-            theirs.wait()
+        if theirs is not None and not theirs.is_ready():
+            print(f"{name}: vLLM ended with exit status {theirs.process.wait()}", flush=True)
+            theirs = None
         for engine in engines.values():
             engine.jit_monitor.arm()
         rows = []
@@ -190,29 +185,35 @@ class Vllm:
         (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
         script = Path(__file__).with_name("hybrids_vllm.py")
         words = [sys.executable, "-P", str(script), str(folder), str(MAX_LEN), str(MOST), str(share)]
-        words.append(json.dumps(OVERRIDES.get(name, {})))
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"},
+        )
 
-    def wait(self) -> None:
-        assert self._line() == {"ready": True}
+    def is_ready(self) -> bool:
+        """Wait until it is ready; False if it has ended instead."""
+        return self._line() == {"ready": True}
 
     def ask(self, n: int, input_len: int, output_len: int) -> dict[str, Any]:
         request = {"prompts": random_prompts(n, input_len), "output_len": output_len}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return self._line()
+        answer = self._line()
+        if answer is None:
+            raise RuntimeError(f"vLLM ended with exit status {self.process.wait()}")
+        return answer
 
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def _line(self) -> dict[str, Any]:
+    def _line(self) -> dict[str, Any] | None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"vLLM ended with exit status {self.process.wait()}")
+        return next((json.loads(line) for line in self.process.stdout if line.startswith("{")), None)
 
 
 def type_of(name: str) -> str:

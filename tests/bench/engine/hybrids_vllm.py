@@ -1,9 +1,9 @@
 """vLLM for `hybrids.py`: starts, says that it is ready, and answers a line of JSON with a line of JSON.
 
-    python -P tests/bench/engine/hybrids_vllm.py FOLDER MAX_MODEL_LEN MAX_NUM_SEQS SHARE_OF_MEMORY OVERRIDES
+    python -P tests/bench/engine/hybrids_vllm.py FOLDER MAX_MODEL_LEN MAX_NUM_SEQS SHARE_OF_MEMORY
 
-FOLDER has a config.json, to which OVERRIDES (JSON) are added; weights are random. vLLM is as it is by default
-but for CUDA graphs of every size of batch that is measured, and no prefix caching or tokenizer.
+FOLDER has a config.json; weights are random. vLLM is as it is by default, but for CUDA graphs of every size
+of batch that is measured, and without prefix caching and tokenizer.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 def main() -> None:
     from vllm import LLM
 
-    folder, max_len, most, share, overrides = sys.argv[1:]
+    folder, max_len, most, share = sys.argv[1:]
     llm = LLM(
         model=folder,
         load_format="dummy",
@@ -25,7 +25,6 @@ def main() -> None:
         max_num_seqs=int(most),
         enable_prefix_caching=False,
         gpu_memory_utilization=float(share),
-        hf_overrides=json.loads(overrides),
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
     )
     print(json.dumps({"ready": True}), flush=True)
