@@ -103,7 +103,7 @@ def _scan(
                 tl.load(c + token * STRIDES.c, mask=is_n & exists, other=0.0),
             )
         for i in tl.static_range(GROUP):
-            new = inputs[4 * i].to(tl.float32)
+            new = inputs[4 * i].to(tl.float32)  # type: ignore[var-annotated]
             size = inputs[4 * i + 1].to(tl.float32)
             state = state * tl.exp(size * rate) + (size * new) * inputs[4 * i + 2].to(tl.float32)
             y = tl.sum(state * inputs[4 * i + 3].to(tl.float32), 1, keep_dims=True) + skip * new
@@ -141,7 +141,7 @@ def mamba1(
         decode_only=batch.decode_only,
         pdl=compute_capability(x.device) >= (9, 0),
     )
-    strides = Strides(*map(token_stride, (x, step, b, c)), a.stride(0))
+    strides = Strides(token_stride(x), token_stride(step), token_stride(b), token_stride(c), a.stride(0))
     _scan[(len(batch.seq_lens), triton.cdiv(channels, form.channels))](
         x, step, b, c, a, d, slots, batch.query_start_loc, batch.seq_lens, batch.request_rows, output,
         channels, strides, form, num_warps=4 if batch.decode_only else 1, launch_pdl=form.pdl,

@@ -158,7 +158,7 @@ def _scan(
     n = tl.arange(0, N)
     is_channel = (channel < FORM.head_dim)[None, :]
     is_n = (n < FORM.state_dim)[None, :]
-    keep = tl.trans(is_n) & is_channel
+    keep = tl.trans(is_channel) & is_n
     rate = tl.load(a + head * STRIDES.a).to(tl.float32)
     skip = 0.0
     if FORM.skip:
@@ -175,8 +175,7 @@ def _scan(
         first, count, has_past = tokens_of(request, query_start_loc, seq_lens, False)
         row = tl.load(request_rows + request)
         of_head = slots + (row * FORM.heads + head) * (FORM.head_dim * FORM.state_dim)
-        at = of_head + channel[None, :] * FORM.state_dim + n[:, None]
-        # [N, P], the transposed state: all products have the tokens or N as rows.
+        at = of_head + channel[:, None] * FORM.state_dim + n[None, :]
         state = tl.load(at, mask=keep & has_past, other=0.0)
         for start in tl.range(0, count, Q):
             place = start + tl.arange(0, Q)
@@ -190,7 +189,7 @@ def _scan(
             decayed = tl.cumsum(size * rate, 0)
             until_end = tl.sum(size * rate, 0)
 
-            y = _add_product(tl.zeros([Q, P], tl.float32), c_rows, state, FORM.split, True)
+            y = _add_product(tl.zeros([Q, P], tl.float32), c_rows, tl.trans(state), FORM.split, True)
             y *= tl.exp(decayed)[:, None]
             if FORM.split:
                 mixed = tl.dot(c_rows, tl.trans(b_rows))
@@ -210,7 +209,7 @@ def _scan(
             # Sums in another order than `decayed`: a difference may lie just above 0.
             left = size * tl.exp(tl.minimum(until_end - decayed, 0.0))
             added = x_rows.to(tl.float32) * left[:, None]
-            state = _add_product(state * tl.exp(until_end), tl.trans(b_rows), added, FORM.split, True)
+            state = _add_product(state * tl.exp(until_end), tl.trans(added), b_rows, FORM.split, False)
         tl.store(at, state, mask=keep)
         index += tl.num_programs(0)
         request = scanned_request(index, query_start_loc, seq_lens, R)
@@ -219,12 +218,14 @@ def _scan(
 def scan_sizes(head_dim: int, state_dim: int, split: bool) -> tuple[int, int, int]:
     """Return Q, and P and N of a program, for products of bf16 (split) or of fp32.
 
-    Operands of products must fit into 99 KB of shared memory.
+    Products of 16 or 32 rows are computed by mma.sync on every GPU. With 64 rows Hopper takes wgmma, and with
+    Triton 3.6 all chunks after a prompt's first one were then wrong if the rows of b and c began at addresses
+    that are not multiples of 16 bytes.
     """
     state = max(16, triton.next_power_of_2(state_dim))
     if not split:
         return 32 if state <= 128 else 16, 16, state
-    return 64, 32 if head_dim > 16 and state <= 128 else 16, state
+    return 32, 32 if head_dim > 16 and state <= 128 else 16, state
 
 
 def mamba2(
