@@ -17,8 +17,8 @@ def with_steady_strides(tensor: Tensor) -> Tensor:
 
 
 def token_and_head(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of the first two dimensions: 0 for a dimension of one element, whose stride torch
-    leaves undefined.
+    """Return the strides of the first two dimensions. Of one token torch may say any stride: at least the
+    size of a token is returned.
     """
-    token, head = (tensor.stride(axis) if tensor.shape[axis] > 1 else 0 for axis in (0, 1))
-    return token, head
+    token = tensor.stride(0) if len(tensor) > 1 else max(tensor.stride(0), tensor[0].numel())
+    return token, tensor.stride(1) if tensor.shape[1] > 1 else 0

@@ -143,10 +143,14 @@ def test_padding_of_a_decode_only_step_gets_zeros():
     case = make_case(DECODES, decode_only=True, padding=2)
     output, slots = case.run()
     assert torch.equal(output[3:], torch.zeros_like(output[3:])) and not output[:3].isnan().any()
-    assert torch.equal(slots, make_case(DECODES, decode_only=True, padding=2).run()[1])
+    case.inputs = [each[:3] for each in case.inputs]
+    case.batch = batch_of(DECODES, decode_only=True)
+    assert torch.equal(slots, case.run()[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive), BF16]
+)
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_decodes_and_prompts_in_one_step(dtype, by_channel):
     check(make_case(MIXED, padding=5, dtype=dtype, by_channel=by_channel))
@@ -176,13 +180,13 @@ def test_any_size_of_state(key_dim, value_dim, dtype):
 
 @pytest.mark.parametrize("key_heads, heads", exhaustive_but([(1, 1), (2, 2), (2, 6)], (2, 6)))
 def test_heads_of_keys_serve_consecutive_heads_of_values(key_heads, heads):
-    check(make_case([(1, 4), (70, 3)], key_heads=key_heads, heads=heads))
+    check(make_case([(1, 4), (17, 3)], key_heads=key_heads, heads=heads))
 
 
 @pytest.mark.parametrize("decay", exhaustive_but([0.0, 1e-3, 30.0], 30.0))
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_decays_of_any_size(decay, by_channel):
-    check(make_case([(130, 3)], decay=decay, by_channel=by_channel))
+    check(make_case([(70, 3)], decay=decay, by_channel=by_channel))
 
 
 @pytest.mark.parametrize("count", exhaustive_but([2, 15, 16, 17, 33], 17))
@@ -229,7 +233,7 @@ def test_keys_that_are_all_the_same():
 
 def test_many_requests():
     """More than are looked through at once, when a program seeks its own."""
-    few = make_case([(1, 1), (70, 0), (3, 2)])
+    few = make_case([(1, 1), (70, 0), (3, 2)], heads=1)
     starts, lengths, rows = few.batch.query_start_loc, few.batch.seq_lens, few.batch.request_rows
     many = StateBatch(
         torch.cat([starts[:1], starts[1:2].expand(301), starts[2:]]),
