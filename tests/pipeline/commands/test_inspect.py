@@ -30,6 +30,7 @@ def foreign(tmp_path, example_checkpoint):
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
+    config |= {"hidden_size": K, "intermediate_size": N, "num_hidden_layers": 1, "vocab_size": 64}
     (folder / "config.json").write_text(json.dumps(config))
     layer = "model.layers.0.mlp.up_proj"
     save_file(
@@ -38,8 +39,8 @@ def foreign(tmp_path, example_checkpoint):
             f"{layer}.weight_scale": torch.ones(N, K // GROUP, dtype=torch.bfloat16),
             f"{layer}.weight_zero_point": torch.zeros(N // 8, K // GROUP, dtype=torch.int32),
             f"{layer}.weight_shape": torch.tensor([N, K]),
-            "model.embed_tokens.weight": torch.zeros(64, 32, dtype=torch.bfloat16),
-            "model.norm.weight": torch.zeros(32, dtype=torch.bfloat16),
+            "model.embed_tokens.weight": torch.zeros(64, K, dtype=torch.bfloat16),
+            "model.norm.weight": torch.zeros(K, dtype=torch.bfloat16),
         },
         folder / "model.safetensors",
         metadata={"format": "pt"},
@@ -57,7 +58,7 @@ def test_bits_per_weight_count_codes_scales_zero_points_and_shape(foreign):
     assert summary.bits_per_weight == pytest.approx(4 + (16 + 4) / GROUP, abs=2e-3)
     assert inspection.quantized_modules == 1
     assert inspection.kept_modules == ["model.embed_tokens"]
-    assert inspection.kept_nbytes == 64 * 32 * 2 + 32 * 2
+    assert inspection.kept_nbytes == 64 * K * 2 + K * 2
     assert not inspection.is_artifact
 
 
