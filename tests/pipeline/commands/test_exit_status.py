@@ -88,8 +88,8 @@ def test_output_that_nobody_reads_is_not_a_failed_gate():
     assert b"Error" not in process.stderr.read()
 
 
-def test_ctrl_c_ends_a_running_command_with_130(example_checkpoint, tmp_path):
-    words = ["quantize", str(example_checkpoint), "--recipe", "int4-hqq", "--out", str(tmp_path / "artifact")]
+def test_ctrl_c_ends_a_running_command_with_130(two_layers, tmp_path):
+    words = ["quantize", str(two_layers), "--recipe", "int4-hqq", "--out", str(tmp_path / "artifact")]
     with running_pipeline(words, tmp_path, dict(os.environ)) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "artifact").exists() and process.is_alive() and time.monotonic() < deadline:
@@ -101,9 +101,9 @@ def test_ctrl_c_ends_a_running_command_with_130(example_checkpoint, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def made(example_checkpoint, tmp_path_factory) -> Path:
+def made(two_layers, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("exit") / "artifact"
-    quantize(str(example_checkpoint), "int4-hqq", out=folder, progress=False)
+    quantize(str(two_layers), "int4-hqq", out=folder, progress=False)
     return folder
 
 

@@ -26,9 +26,9 @@ SHAPES = 4
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory, example_checkpoint):
+def quantized(tmp_path_factory, two_layers):
     folder = tmp_path_factory.mktemp("layout") / "artifact"
-    quantize(example_checkpoint, "int4-hqq-g64", folder, progress=False)
+    quantize(two_layers, "int4-hqq-g64", folder, progress=False)
     return folder
 
 
@@ -205,6 +205,6 @@ def test_what_cannot_be_measured_is_one_message(artifact, arguments, message):
     assert done.exit_code == (0 if message == "The plan is in" else 2)
 
 
-def test_an_unquantized_checkpoint_has_no_layout_to_choose(example_checkpoint):
+def test_an_unquantized_checkpoint_has_no_layout_to_choose(two_layers):
     with pytest.raises(UserError, match="no quantized linear layer"):
-        layout(example_checkpoint, progress=False)
+        layout(two_layers, progress=False)

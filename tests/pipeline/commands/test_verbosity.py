@@ -21,17 +21,17 @@ def quantized(out: Path, checkpoint: Path, before: list[str], after: list[str]) 
 
 
 @pytest.fixture
-def finished(example_checkpoint: Path, tmp_path: Path) -> Path:
+def finished(two_layers: Path, tmp_path: Path) -> Path:
     """An artifact that is made again: that it is finished already is a notice."""
-    assert quantized(tmp_path / "out", example_checkpoint, [], []).exit_code == 0
+    assert quantized(tmp_path / "out", two_layers, [], []).exit_code == 0
     return tmp_path / "out"
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_quiet_shows_no_notice_and_verbose_shows_more(finished, example_checkpoint, place):
+def test_quiet_shows_no_notice_and_verbose_shows_more(finished, two_layers, place):
     def said(*words: str) -> str:
         placed = {"before": [], "after": [], place: list(words)}
-        result = quantized(finished, example_checkpoint, **placed)
+        result = quantized(finished, two_layers, **placed)
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["artifact"] == str(finished)
         return result.stderr
@@ -39,7 +39,7 @@ def test_quiet_shows_no_notice_and_verbose_shows_more(finished, example_checkpoi
     usual, verbose = said(), said("-v")
     assert "is finished already" in usual
     assert said("-q") == said("--quiet") == ""
-    assert set(verbose.splitlines()) > set(usual.splitlines()) and str(example_checkpoint) in verbose
+    assert set(verbose.splitlines()) > set(usual.splitlines()) and str(two_layers) in verbose
     assert said("-q", "-v") == verbose, "the last one counts"
     assert said() == usual, "they end with their command"
 

@@ -196,10 +196,10 @@ def test_equal_tensors_may_be_tied(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_block_of_zeros_or_of_the_tiniest_numbers_is_no_contradiction(
-    spec: WeightFormat, example_checkpoint: Path, tmp_path: Path
+    spec: WeightFormat, two_layers: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    shutil.copytree(example_checkpoint, source)
+    shutil.copytree(two_layers, source)
     tensors = load_file(source / "model.safetensors")
     weight = tensors["model.layers.0.mlp.up_proj.weight"]
     weight[:8], weight[8:16], weight[16:24] = 0, 1e-30, 1e-38

@@ -131,7 +131,7 @@ def test_what_is_measured_is_the_divergence_of_the_whole_model(example_checkpoin
             assert group.divergence[G32] == pytest.approx(expected, rel=0.1)
 
 
-FEW = ("*.layers.1.*_proj", "*.layers.2.self_attn.o_proj")
+FEW = ("*.layers.0.*_proj", "*.layers.1.self_attn.o_proj")
 
 
 def sensitivity_of(
@@ -145,9 +145,9 @@ def sensitivity_of(
 
 
 def test_variants_are_spilled_to_one_file_and_measured_the_same(
-    example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = sensitivity_of(example_checkpoint)
+    expected = sensitivity_of(two_layers)
     states = 4 * 64 * 256 * 2
     monkeypatch.setattr(hidden_states, "MEMORY_BYTES", states)
     held, spilled = [], []
@@ -158,7 +158,7 @@ def test_variants_are_spilled_to_one_file_and_measured_the_same(
         (spilled if self.is_spilled else held).append(self.shape[0] * self.bytes_each)
 
     monkeypatch.setattr(hidden_states.HiddenStates, "__init__", watched)
-    assert sensitivity_of(example_checkpoint) == expected
+    assert sensitivity_of(two_layers) == expected
     assert max(held) == states, "those of the text itself"
     assert spilled == [sum(len(group.divergence) for group in expected) * states]
 
@@ -169,9 +169,9 @@ def test_variants_are_spilled_to_one_file_and_measured_the_same(
     ids=str,
 )
 def test_eight_bits_are_not_offered_where_they_cannot_be_stored_or_were_not_seen_served(
-    example_checkpoint: Path, spec: WeightFormat, export: str
+    two_layers: Path, spec: WeightFormat, export: str
 ) -> None:
-    groups = sensitivity_of(example_checkpoint, spec, export)
+    groups = sensitivity_of(two_layers, spec, export)
     assert groups and not any(I8 in group.divergence for group in groups)
 
 
@@ -315,16 +315,14 @@ def test_the_folder_is_checked_and_held_before_anything_is_measured(
 
 
 def test_divergence_that_no_format_keeps_is_said_to_be_too_small(
-    example_checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+    two_layers: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(UserError, match="--max-kl 1e-12: no layer can be quantized within this divergence"):
         few = Recipe("few", spec=G128, include=FEW)
-        quantize(example_checkpoint, few, tmp_path / "o", max_kl=1e-12, **options)
+        quantize(two_layers, few, tmp_path / "o", max_kl=1e-12, **options)
 
 
-def test_progress_ends_with_the_last_divergence(
-    example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_ends_with_the_last_divergence(two_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bar = tqdm(disable=False, file=io.StringIO())
     shares: list[float] = []
     real = sensitivity._divergence
@@ -339,7 +337,7 @@ def test_progress_ends_with_the_last_divergence(
 
     monkeypatch.setattr(sensitivity, "_divergence", divergence)
     monkeypatch.setattr(sensitivity, "progress_bar", shown)
-    checkpoint = open_checkpoint(example_checkpoint)
+    checkpoint = open_checkpoint(two_layers)
     tasks = make_tasks(checkpoint, Recipe("few", spec=G128, include=("*.o_proj",))).in_order
     sequences = torch.randint(0, 8192, (2, 32), generator=torch.Generator().manual_seed(0))
     quantizer = WeightQuantizer(torch.bfloat16, torch.device("cpu"))

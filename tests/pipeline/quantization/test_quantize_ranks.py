@@ -22,10 +22,10 @@ OPTIONS = {"max_shard_bytes": 300_000, "device": "cpu", "progress": False}
 
 
 @pytest.fixture(scope="module")
-def whole(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made by one process. NVFP4: its scales are found in a pass over all weights."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    quantize(example_checkpoint, "nvfp4", out, **OPTIONS)
+    quantize(two_layers, "nvfp4", out, **OPTIONS)
     return out
 
 
@@ -59,34 +59,32 @@ def in_processes(count: int, *words: Path | str, killed: int | None = None) -> l
 
 
 @pytest.mark.parametrize("count", exhaustive_but([2, 3], 2))
-def test_the_bytes_are_those_of_one_process(
-    whole: Path, example_checkpoint: Path, tmp_path: Path, count: int
-):
-    assert in_processes(count, example_checkpoint, "nvfp4", tmp_path / "out") == [0] * count
+def test_the_bytes_are_those_of_one_process(whole: Path, two_layers: Path, tmp_path: Path, count: int):
+    assert in_processes(count, two_layers, "nvfp4", tmp_path / "out") == [0] * count
     assert contents(tmp_path / "out") == contents(whole)
 
 
-def test_one_of_two_is_killed_and_one_alone_finishes(whole: Path, example_checkpoint: Path, tmp_path: Path):
+def test_one_of_two_is_killed_and_one_alone_finishes(whole: Path, two_layers: Path, tmp_path: Path):
     out = tmp_path / "out"
-    assert -signal.SIGKILL in in_processes(2, example_checkpoint, "nvfp4", out, killed=1)
+    assert -signal.SIGKILL in in_processes(2, two_layers, "nvfp4", out, killed=1)
     assert not (out / "scalegate.json").exists()
     finished = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
     assert finished, "the killed one had finished a shard"
-    quantize(example_checkpoint, "nvfp4", out, **OPTIONS)
+    quantize(two_layers, "nvfp4", out, **OPTIONS)
     assert contents(out) == contents(whole)
     assert finished.items() <= {path.name: path.stat().st_ino for path in out.iterdir()}.items()
 
 
 @pytest.mark.exhaustive
-def test_torchrun_runs_the_command_which_says_the_outcome_once(example_checkpoint: Path, tmp_path: Path):
-    words = ["quantize", str(example_checkpoint), "--device", "cpu", "--out", str(tmp_path / "out")]
+def test_torchrun_runs_the_command_which_says_the_outcome_once(two_layers: Path, tmp_path: Path):
+    words = ["quantize", str(two_layers), "--device", "cpu", "--out", str(tmp_path / "out")]
     run = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*run, "-m", "scalegate.pipeline", *words], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("linear weights quantized") == 1
-    quantize(example_checkpoint, out=tmp_path / "alone", device="cpu", progress=False)
+    quantize(two_layers, out=tmp_path / "alone", device="cpu", progress=False)
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 

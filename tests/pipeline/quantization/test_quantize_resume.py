@@ -38,7 +38,7 @@ class PowerCut(BaseException):
 
 
 @pytest.fixture
-def interrupted(example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def interrupted(two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which a job stopped in its third shard."""
     out = tmp_path / "out"
     original = module._carry_out
@@ -51,7 +51,7 @@ def interrupted(example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(module, "_carry_out", until_the_third)
         with pytest.raises(PowerCut):
-            quantize(example_checkpoint, RECIPE, out, max_shard_bytes=SHARD_BYTES, progress=False)
+            quantize(two_layers, RECIPE, out, max_shard_bytes=SHARD_BYTES, progress=False)
     return out
 
 
@@ -60,9 +60,9 @@ def go_on(source: Path, out: Path, recipe: Recipe = RECIPE, **options: bool | Pa
 
 
 @pytest.mark.exhaustive
-def test_killed_three_times_the_artifact_is_the_same(example_checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_three_times_the_artifact_is_the_same(two_layers: Path, tmp_path: Path) -> None:
     asked = {"recipe": "int4-hqq", "max_shard_bytes": SHARD_BYTES}
-    result = resume.kill_and_resume(example_checkpoint, asked, 3, 1, tmp_path)
+    result = resume.kill_and_resume(two_layers, asked, 3, 1, tmp_path)
     assert len(result["kills"]) == 3
     assert result["shards"] > 3
     assert result["differing"] == []
@@ -71,13 +71,13 @@ def test_killed_three_times_the_artifact_is_the_same(example_checkpoint: Path, t
 
 @pytest.mark.exhaustive
 def test_killed_while_it_calibrates_the_artifact_is_the_same(
-    example_checkpoint: Path, heldout_text: Path, tmp_path: Path
+    two_layers: Path, heldout_text: Path, tmp_path: Path
 ) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "killed"
     text.write_text(json.loads(heldout_text.read_text().splitlines()[0])["text"])
     recipe = Recipe("keys", spec=Int4(128), method=GPTQ, include=("*.k_proj",))
     asked = {"recipe": recipe, "calibration": text, "max_shard_bytes": SHARD_BYTES}
-    child = resume.start(example_checkpoint, asked, out)
+    child = resume.start(two_layers, asked, out)
     first = layer_path(out / CALIBRATION_FOLDER, 0)
     while child.is_alive() and not first.is_file():
         time.sleep(0.005)
@@ -85,8 +85,8 @@ def test_killed_while_it_calibrates_the_artifact_is_the_same(
     child.join()
     assert not (out / "scalegate.json").exists(), "it was over before it was killed"
     finished = resume.finished_files(out)
-    go_on(example_checkpoint, out, recipe, calibration=text)
-    go_on(example_checkpoint, tmp_path / "whole", recipe, calibration=text)
+    go_on(two_layers, out, recipe, calibration=text)
+    go_on(two_layers, tmp_path / "whole", recipe, calibration=text)
     assert first.name in finished
     assert resume.differing_files(tmp_path / "whole", out) == []
 
@@ -100,16 +100,16 @@ def test_an_unfinished_folder_does_not_pass_for_an_artifact(interrupted: Path) -
 
 
 def test_finished_shards_stay_and_half_written_ones_go(
-    interrupted: Path, example_checkpoint: Path, tmp_path: Path
+    interrupted: Path, two_layers: Path, tmp_path: Path
 ) -> None:
     leftover = interrupted / "model-00003-of-00007.safetensors.partial"
     leftover.write_bytes(b"half of a shard")
     before = resume.shards_on_disk(interrupted)
-    go_on(example_checkpoint, interrupted)
+    go_on(two_layers, interrupted)
     after = resume.shards_on_disk(interrupted)
     assert before.items() <= after.items()
     assert not leftover.exists()
-    go_on(example_checkpoint, tmp_path / "whole")
+    go_on(two_layers, tmp_path / "whole")
     assert resume.differing_files(tmp_path / "whole", interrupted) == []
 
 
@@ -123,7 +123,7 @@ def test_finished_shards_stay_and_half_written_ones_go(
 def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
     suffix: str,
     is_renamed: bool,
-    example_checkpoint: Path,
+    two_layers: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,42 +139,42 @@ def test_stopped_beside_a_rename_no_shard_on_disk_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", until_the_second)
         with pytest.raises(PowerCut):
-            go_on(example_checkpoint, out)
+            go_on(two_layers, out)
     before = resume.shards_on_disk(out)
     assert len(before) == (2 if is_renamed and suffix == ".safetensors" else 1)
-    go_on(example_checkpoint, out)
+    go_on(two_layers, out)
     assert before.items() <= resume.shards_on_disk(out).items()
-    go_on(example_checkpoint, tmp_path / "whole")
+    go_on(two_layers, tmp_path / "whole")
     assert resume.differing_files(tmp_path / "whole", out) == []
 
 
 def test_a_finished_shard_that_changed_is_made_again_and_named(
-    interrupted: Path, example_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    interrupted: Path, two_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shard, other) = sorted(interrupted.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     kept = other.stat().st_ino
-    quantize(example_checkpoint, RECIPE, interrupted, max_shard_bytes=SHARD_BYTES, progress=True)
+    quantize(two_layers, RECIPE, interrupted, max_shard_bytes=SHARD_BYTES, progress=True)
     assert f"made again, since not on disk as recorded: {shard.name}\n" in capsys.readouterr().err
     assert other.stat().st_ino == kept
-    go_on(example_checkpoint, tmp_path / "whole")
+    go_on(two_layers, tmp_path / "whole")
     assert resume.differing_files(tmp_path / "whole", interrupted) == []
 
 
-def test_other_parameters_are_refused_by_name(interrupted: Path, example_checkpoint: Path) -> None:
+def test_other_parameters_are_refused_by_name(interrupted: Path, two_layers: Path) -> None:
     with pytest.raises(UserError, match="made with another recipe; add --overwrite"):
-        go_on(example_checkpoint, interrupted, Recipe("test", spec=Int4(64)))
+        go_on(two_layers, interrupted, Recipe("test", spec=Int4(64)))
     with pytest.raises(UserError, match="another shard size"):
-        quantize(example_checkpoint, RECIPE, interrupted, max_shard_bytes=2 * SHARD_BYTES, progress=False)
-    go_on(example_checkpoint, interrupted, Recipe("test", spec=Int4(64)), overwrite=True)
+        quantize(two_layers, RECIPE, interrupted, max_shard_bytes=2 * SHARD_BYTES, progress=False)
+    go_on(two_layers, interrupted, Recipe("test", spec=Int4(64)), overwrite=True)
 
 
 def test_a_source_that_changed_meanwhile_is_refused(
-    interrupted: Path, example_checkpoint: Path, tmp_path: Path
+    interrupted: Path, two_layers: Path, tmp_path: Path
 ) -> None:
-    source = Path(shutil.copytree(example_checkpoint, tmp_path / "source"))
+    source = Path(shutil.copytree(two_layers, tmp_path / "source"))
     record = json.loads((interrupted / RECORD_NAME).read_text())
     record["parameters"]["source"]["name"] = str(source)
     (interrupted / RECORD_NAME).write_text(json.dumps(record))
@@ -185,20 +185,20 @@ def test_a_source_that_changed_meanwhile_is_refused(
         go_on(source, interrupted)
 
 
-def test_an_unreadable_record_is_refused(interrupted: Path, example_checkpoint: Path) -> None:
+def test_an_unreadable_record_is_refused(interrupted: Path, two_layers: Path) -> None:
     (interrupted / RECORD_NAME).write_text("{")
     with pytest.raises(UserError, match="not readable as a work record"):
-        go_on(example_checkpoint, interrupted)
+        go_on(two_layers, interrupted)
 
 
 @pytest.mark.parametrize("content", ["{", '{"file": {"size": -1}, "modules": {}}'])
 def test_an_unreadable_part_of_the_record_is_refused(
-    interrupted: Path, example_checkpoint: Path, content: str
+    interrupted: Path, two_layers: Path, content: str
 ) -> None:
     part = next((interrupted / PARTS_FOLDER).glob(f"*{FINISHED_SUFFIX}"))
     part.write_text(content)
     with pytest.raises(UserError, match=r"finished.json is not readable as a work record"):
-        go_on(example_checkpoint, interrupted)
+        go_on(two_layers, interrupted)
 
 
 KILLED_WITH_THE_LOCK = """
@@ -211,12 +211,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_two_jobs_do_not_share_a_folder(interrupted: Path, example_checkpoint: Path) -> None:
+def test_two_jobs_do_not_share_a_folder(interrupted: Path, two_layers: Path) -> None:
     """Nor is one kept out once the other has ended, or has been killed and left its lock behind."""
     with locked_folder(interrupted), pytest.raises(UserError, match="another quantize is at work"):
-        go_on(example_checkpoint, interrupted)
+        go_on(two_layers, interrupted)
     command = [sys.executable, "-P", "-c", KILLED_WITH_THE_LOCK, str(interrupted / LOCK_NAME)]
     assert subprocess.run(command).returncode == -signal.SIGKILL
     assert (interrupted / LOCK_NAME).exists()
-    go_on(example_checkpoint, interrupted)
+    go_on(two_layers, interrupted)
     assert not (interrupted / LOCK_NAME).exists()

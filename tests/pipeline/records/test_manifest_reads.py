@@ -30,19 +30,19 @@ def reads(monkeypatch) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def quantized(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quantized(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized") / "artifact"
-    quantize(example_checkpoint, "int4-hqq", folder, device="cpu", progress=False)
+    quantize(two_layers, "int4-hqq", folder, device="cpu", progress=False)
     return folder
 
 
-def test_what_quantize_returns_is_what_it_wrote(example_checkpoint, tmp_path, reads):
-    made = quantize(example_checkpoint, "int4-hqq", tmp_path / "artifact", device="cpu", progress=False)
+def test_what_quantize_returns_is_what_it_wrote(two_layers, tmp_path, reads):
+    made = quantize(two_layers, "int4-hqq", tmp_path / "artifact", device="cpu", progress=False)
     assert not reads
     made.left_out = {}
     assert made == Artifact.read(tmp_path / "artifact")
     reads.clear()
-    assert quantize(example_checkpoint, "int4-hqq", tmp_path / "artifact", device="cpu", progress=False)
+    assert quantize(two_layers, "int4-hqq", tmp_path / "artifact", device="cpu", progress=False)
     assert reads == {"artifact": 1}
 
 
@@ -66,6 +66,6 @@ def test_publishing_and_verifying_read_it_once(tmp_path, reads, command: Callabl
     assert reads == {"artifact": 1}
 
 
-def test_a_comparison_is_saved_for_no_card_but_an_artifact_s(example_checkpoint, reads):
-    result = CliRunner().invoke(main, ["compare", str(example_checkpoint), "--card"])
+def test_a_comparison_is_saved_for_no_card_but_an_artifact_s(two_layers, reads):
+    result = CliRunner().invoke(main, ["compare", str(two_layers), "--card"])
     assert result.exit_code == 2 and "leave --card out" in result.output

@@ -24,22 +24,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
-def artifact(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("by-layers") / "artifact"
-    quantize(example_checkpoint, "int4-hqq", out, device="cpu", progress=False)
+    quantize(two_layers, "int4-hqq", out, device="cpu", progress=False)
     return out
 
 
 @pytest.fixture(scope="module")
-def rounded(example_checkpoint: Path, heldout_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rounded(two_layers: Path, heldout_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights and inputs in NVFP4."""
     out = tmp_path_factory.mktemp("by-layers") / "w4a4"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration_text, "SEQUENCES", 6)
         patch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
-        quantize(
-            example_checkpoint, "nvfp4-w4a4", out, device="cpu", calibration=heldout_text, progress=False
-        )
+        quantize(two_layers, "nvfp4-w4a4", out, device="cpu", calibration=heldout_text, progress=False)
     return out
 
 
@@ -52,10 +50,10 @@ def read(folder: Path, texts: list[torch.Tensor]) -> ModelByLayers:
     return ModelByLayers(open_checkpoint(folder), texts, "cpu", progress=False)
 
 
-def test_the_figures_are_those_of_the_whole_models(artifact: Path, example_checkpoint: Path):
+def test_the_figures_are_those_of_the_whole_models(artifact: Path, two_layers: Path):
     texts = windows(64, 64, 40)
-    found = compare(read(artifact, texts), read(example_checkpoint, texts), texts)
-    whole = [load_model(each, device="cpu", progress=False).model for each in (artifact, example_checkpoint)]
+    found = compare(read(artifact, texts), read(two_layers, texts), texts)
+    whole = [load_model(each, device="cpu", progress=False).model for each in (artifact, two_layers)]
     expected = compare(*whole, texts)
     assert found.tokens == expected.tokens
     assert found.baseline_nats_per_token == pytest.approx(expected.baseline_nats_per_token, abs=2e-3)
@@ -65,10 +63,10 @@ def test_the_figures_are_those_of_the_whole_models(artifact: Path, example_check
 
 
 def test_rounded_inputs_give_the_figures_of_the_whole_model(
-    rounded: Path, example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    rounded: Path, two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ):
     texts = windows(64, 40)
-    theirs = read(example_checkpoint, texts)
+    theirs = read(two_layers, texts)
     found = compare(read(rounded, texts), theirs, texts)
     expected = compare(load_model(rounded, device="cpu", progress=False).model, theirs, texts)
     assert found.mean_kl == pytest.approx(expected.mean_kl, rel=0.05)
@@ -79,7 +77,7 @@ def test_rounded_inputs_give_the_figures_of_the_whole_model(
 
 
 def test_rounded_inputs_of_a_mixture_s_experts_are_those_of_the_whole_model(
-    example_checkpoint: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(calibration_text, "SEQUENCES", 2)
     monkeypatch.setattr(calibration_text, "SEQUENCE_TOKENS", 64)
@@ -89,7 +87,7 @@ def test_rounded_inputs_of_a_mixture_s_experts_are_those_of_the_whole_model(
     config = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=32, intermediate_size=64)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((example_checkpoint / name).read_bytes())
+        (tmp_path / name).write_bytes((two_layers / name).read_bytes())
     out = tmp_path / "out"
     quantize(tmp_path, "nvfp4-w4a4", out, device="cpu", calibration=heldout_text, progress=False)
     [text] = windows(24)
@@ -128,10 +126,10 @@ def test_a_layer_whose_input_could_not_be_rounded_is_refused(rounded: Path, monk
         read(rounded, windows(16))
 
 
-def test_answers_are_scored_as_by_the_whole_model(example_checkpoint: Path):
-    model = load_model(example_checkpoint, device="cpu", progress=False).model
+def test_answers_are_scored_as_by_the_whole_model(two_layers: Path):
+    model = load_model(two_layers, device="cpu", progress=False).model
     texts = windows(48, 30)
-    reader = read(example_checkpoint, texts)
+    reader = read(two_layers, texts)
     for text in texts:
         prompt, answer = text[:20].tolist(), text[20:].tolist()
         expected = continuation_nats(model, prompt, answer)
@@ -142,14 +140,14 @@ def test_answers_are_scored_as_by_the_whole_model(example_checkpoint: Path):
 
 
 def test_answers_in_use_are_read_with_the_others_up_to_a_bound(
-    artifact: Path, example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ):
     texts = [text.tolist() for text in windows(24, 30)]
     answers = [
         ServedInUse(kind, tuple(ids[:16]), tuple(ids[16:]), "", temperature, 1, 1.0, 0)
         for kind, temperature, ids in (("greedy", 0.0, texts[0]), ("sampled", 1.0, texts[1]))
     ]
-    sides = {"artifact": open_checkpoint(artifact), "baseline": open_checkpoint(example_checkpoint)}
+    sides = {"artifact": open_checkpoint(artifact), "baseline": open_checkpoint(two_layers)}
     run = SimpleNamespace(options=EngineOptions(device="cpu"), progress=False, **sides)
     served = SimpleNamespace(canary=[], baseline_canary=[], texts=[])
     greedy, sampled = by_layers.scorer_by_layers(run, served, answers).answers_in_use(answers)
@@ -180,9 +178,9 @@ def test_one_layer_is_in_memory_at_a_time(artifact: Path, monkeypatch: pytest.Mo
 
 
 def test_memory_decides_and_our_own_server_never_asks(
-    artifact: Path, example_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    sides = {"artifact": open_checkpoint(artifact), "baseline": open_checkpoint(example_checkpoint)}
+    sides = {"artifact": open_checkpoint(artifact), "baseline": open_checkpoint(two_layers)}
     options = EngineOptions(device="cpu")
     elsewhere = SimpleNamespace(asked=ValidateOptions(engine="vllm"), options=options, **sides)
     here = SimpleNamespace(asked=ValidateOptions(engine="embedded"), options=options, **sides)

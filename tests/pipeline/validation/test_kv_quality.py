@@ -22,9 +22,9 @@ def figures(folder: Path, text: Path, kv_cache_dtype: str):
     return figures_of(load_models(checkpoint, checkpoint, options), held_out, options).comparison
 
 
-def test_eight_bits_cost_little_and_more_than_nothing(example_checkpoint: Path, heldout_text: Path):
+def test_eight_bits_cost_little_and_more_than_nothing(two_layers: Path, heldout_text: Path):
     divergences = {
-        name: figures(example_checkpoint, heldout_text, name).mean_kl
+        name: figures(two_layers, heldout_text, name).mean_kl
         for name in ("auto", "unquantized", "fp8", "int8_per_token_head")
     }
     assert divergences["auto"] == divergences["unquantized"] == 0.0
@@ -37,11 +37,9 @@ def options() -> EngineOptions:
 
 
 def test_the_artifacts_server_is_started_with_the_format(
-    options: EngineOptions, example_checkpoint: Path, tmp_path: Path
+    options: EngineOptions, two_layers: Path, tmp_path: Path
 ):
-    server = server_of(
-        ServerJob("embedded", "artifact", example_checkpoint, options, tmp_path / "artifact.log")
-    )
+    server = server_of(ServerJob("embedded", "artifact", two_layers, options, tmp_path / "artifact.log"))
     assert "--kv-cache-dtype fp8" in " ".join(server.command)
 
 
@@ -52,11 +50,11 @@ def test_a_running_server_cannot_be_given_a_format():
 
 
 def test_vllm_is_started_with_the_format(
-    options: EngineOptions, example_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: EngineOptions, two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "vllm").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    server = server_of(ServerJob("vllm", "artifact", example_checkpoint, options, tmp_path / "artifact.log"))
+    server = server_of(ServerJob("vllm", "artifact", two_layers, options, tmp_path / "artifact.log"))
     assert server.command[-2:] == ["--kv-cache-dtype", "fp8"]
 
 
