@@ -26,7 +26,7 @@ of one request in chunks of Q, then through those of another one. With A[t] the 
 In bf16 the operands x, b and c are exact, and c b^T is one product. In the others one operand is in fp32: M,
 S, and x with its factors. It is split into the number in bf16 and the rest in bf16. These two products are as
 fast as one in tf32, and leave errors of 2^-17 of each term rather than 2^-11, so that a state is that of the
-recurrence in fp32, wherever a prompt is cut. fp16 and fp32 take three products in tf32.
+recurrence in fp32, wherever a prompt is cut. fp16 and fp32 are multiplied in fp32, without tensor cores.
 """
 
 from typing import NamedTuple
@@ -137,7 +137,7 @@ def _add_product(total, left, right, SPLIT: tl.constexpr, LEFT_IS_EXACT: tl.cons
             total = tl.dot(rest, right, total)
             total = tl.dot(high, right, total)
     else:
-        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="tf32x3")
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
     return total
 
 
@@ -220,12 +220,12 @@ def scan_sizes(head_dim: int, state_dim: int, split: bool) -> tuple[int, int, in
 
     Products of 16 or 32 rows are computed by mma.sync on every GPU. With 64 rows Hopper takes wgmma, and with
     Triton 3.6 all chunks after a prompt's first one were then wrong if the rows of b and c began at addresses
-    that are not multiples of 16 bytes.
+    that are not multiples of 16 bytes. The sizes are the largest that need no more registers than there are.
     """
     state = max(16, triton.next_power_of_2(state_dim))
-    if not split:
-        return 32 if state <= 128 else 16, 16, state
-    return 32, 32 if head_dim > 16 and state <= 128 else 16, state
+    if not split or state > 128:
+        return 16, 16, state
+    return 32, 32 if head_dim > 16 else 16, state
 
 
 def mamba2(
@@ -279,4 +279,7 @@ def mamba2(
     form = form._replace(channels=channels, state=state, chunk=chunk)
     blocks = triton.cdiv(head_dim, channels)
     lanes = min(requests, triton.cdiv(SCAN_PROGRAMS, heads * blocks))
-    _scan[(lanes, heads, blocks)](*given, requests, strides, form, num_warps=4, num_stages=2, launch_pdl=pdl)
+    warps, stages = (4, 2) if form.split else (8, 1)
+    _scan[(lanes, heads, blocks)](
+        *given, requests, strides, form, num_warps=warps, num_stages=stages, launch_pdl=pdl
+    )

@@ -15,14 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import triton
 from scalegate.base.atomic_files import write_json
 from scalegate.kernels.states.batch import StateBatch
 from scalegate.kernels.states.gated_delta_rule import gated_delta_rule
+from scalegate.kernels.states.mamba2 import mamba2
+from scalegate.kernels.states.short_convolution import short_convolution
 from scalegate.layouts.states.gated_delta_rule import DeltaInputs, GatedDeltaRule
+from scalegate.layouts.states.mamba2 import Mamba2, Mamba2Inputs
+from scalegate.layouts.states.short_convolution import ConvolutionInputs, ShortConvolution
+from scalegate.layouts.states.state_format import StateFormat, StateInputs
 from scalegate.tests.bench.kernels.attention import copy_bandwidth, graph_microseconds
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -65,16 +71,7 @@ def gated_delta(requests: int, tokens: int) -> Work:
     def ours(batch: StateBatch) -> None:
         gated_delta_rule(query, key, value, log_decay, rate, slots, batch, output)
 
-    before = slots.clone()
-    ours(batches[0])
-    errors = []
-    for index in range(min(requests, CHECKED)):
-        state = before[batches[0].request_rows[index]]
-        part = inputs.part(slice(index * tokens, (index + 1) * tokens))
-        kind = GatedDeltaRule()
-        wanted = kind.step(part, state[None]) if tokens == 1 else kind.scan(part, state.zero_())
-        errors.append(relative_error(output[index * tokens : (index + 1) * tokens], wanted))
-        errors.append(relative_error(slots[batches[0].request_rows[index]], state))
+    error = error_of(GatedDeltaRule(), inputs, slots, partial(ours, batches[0]), output, batches[0])
 
     def vllm() -> Launches:
         ops = flash_linear_attention()
@@ -112,12 +109,136 @@ def gated_delta(requests: int, tokens: int) -> Work:
     return Work(
         [partial(ours, batch) for batch in batches],
         2 * requests * slots[0].nbytes,
-        max(errors),
+        error,
         {"vllm": vllm},
     )
 
 
-KINDS: dict[str, Callable[[int, int], Work]] = {"gated_delta_rule": gated_delta}
+def mamba2_scan(requests: int, tokens: int) -> Work:
+    """Nemotron-H's shapes: views of one projection."""
+    heads, head_dim, groups, state_dim = 128, 64, 8, 128
+    total = requests * tokens
+    sizes = [heads * head_dim, groups * state_dim, groups * state_dim]
+    joined = torch.randn(total, sum(sizes), device="cuda").bfloat16()
+    x, b, c = (
+        part.unflatten(1, (count, -1))
+        for part, count in zip(joined.split(sizes, 1), (heads, groups, groups), strict=True)
+    )
+    step = softplus(torch.randn(total, heads, device="cuda")).bfloat16()
+    a, d = -torch.rand(heads, device="cuda"), torch.randn(heads, device="cuda").bfloat16()
+    slots = torch.randn(ROWS, heads, head_dim, state_dim, device="cuda")
+    inputs = Mamba2Inputs(x, step, b, c, a, d)
+    output = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+    batches = batches_of(requests, tokens)
+
+    def ours(batch: StateBatch) -> None:
+        mamba2(x, step, b, c, a, d, slots, batch, output)
+
+    error = error_of(Mamba2(), inputs, slots, partial(ours, batches[0]), output, batches[0])
+
+    def vllm() -> Launches:
+        from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+        from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+        rows = [batch.request_rows.int() for batch in batches]
+        if tokens == 1:
+            by_channel = (
+                step[:, :, None].expand(-1, -1, head_dim),
+                a[:, None, None].expand(-1, head_dim, state_dim),
+            )
+            skip = d[:, None].expand(-1, head_dim)
+            bias = torch.zeros_like(a)[:, None].expand(-1, head_dim)
+
+            def update(row: Tensor) -> None:
+                selective_state_update(
+                    slots, x, *by_channel, b, c, skip, bias,
+                    state_batch_indices=row, null_block_id=-1, out=output,
+                )  # fmt: skip
+
+            return [partial(update, row) for row in rows]
+        starts = batches[0].query_start_loc
+        size = min(tokens, 128)
+        chunks = torch.arange(0, total + 1, size, dtype=torch.int32, device="cuda")
+        last = (starts[1:] // size - 1).int()
+        of_chunk = (chunks[:-1] // tokens).int()
+
+        def scan(batch: StateBatch) -> None:
+            slots[batch.request_rows] = mamba_chunk_scan_combined_varlen(
+                x, step, a, b, c, 128, starts, chunks, last, of_chunk, output, D=d, state_dtype=torch.float32
+            )
+
+        return [partial(scan, batch) for batch in batches]
+
+    return Work(
+        [partial(ours, batch) for batch in batches],
+        2 * requests * slots[0].nbytes,
+        error,
+        {"vllm": vllm},
+    )
+
+
+def convolution(requests: int, tokens: int) -> Work:
+    """Nemotron-H's channels."""
+    channels, width = 10304, 4
+    total = requests * tokens
+    x = torch.randn(total, channels + 64, device="cuda").bfloat16()[:, :channels]
+    weight = torch.randn(channels, width, device="cuda").bfloat16()
+    bias = torch.randn(channels, device="cuda").bfloat16()
+    slots = torch.randn(ROWS, channels, width - 1, device="cuda").bfloat16()
+    inputs = ConvolutionInputs(x, weight.float(), bias.float())
+    output = torch.empty(total, channels, dtype=x.dtype, device="cuda")
+    batches = batches_of(requests, tokens)
+
+    def ours(batch: StateBatch) -> None:
+        short_convolution(x, weight, bias, slots, batch, output)
+
+    error = error_of(ShortConvolution(), inputs, slots, partial(ours, batches[0]), output, batches[0])
+
+    def vllm() -> Launches:
+        from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+
+        rows = [batch.request_rows.int() for batch in batches]
+        # In vLLM's order, with contiguous channels.
+        theirs = slots.mT.contiguous().mT
+        if tokens == 1:
+            new = x.clone()
+            return [
+                partial(
+                    causal_conv1d_update, new, theirs, weight, bias, conv_state_indices=row, null_block_id=-1
+                )
+                for row in rows
+            ]
+        block = 8
+        request = torch.arange(requests, device="cuda").repeat_interleave(tokens // block).int()
+        offset = torch.arange(tokens // block, device="cuda").repeat(requests).int()
+        programs = {"tot": len(request), "mlist": request, "mlist_len": len(request), "offsetlist": offset}
+        programs |= {"batch_ptr": request, "token_chunk_offset_ptr": offset}
+        metadata = SimpleNamespace(
+            nums_dict={block: programs}, batch_ptr=request, token_chunk_offset_ptr=offset
+        )
+        begins = torch.zeros(requests, dtype=torch.bool, device="cuda")
+        return [
+            partial(
+                causal_conv1d_fn, x.T, weight, bias, theirs, batches[0].query_start_loc, row, begins, None,
+                null_block_id=-1, metadata=metadata,
+            )
+            for row in rows
+        ]  # fmt: skip
+
+    new = total * channels * 2 * x.element_size()
+    return Work(
+        [partial(ours, batch) for batch in batches],
+        2 * requests * slots[0].nbytes + new,
+        error,
+        {"vllm": vllm},
+    )
+
+
+KINDS: dict[str, Callable[[int, int], Work]] = {
+    "gated_delta_rule": gated_delta,
+    "mamba2": mamba2_scan,
+    "short_convolution": convolution,
+}
 
 
 def flash_linear_attention() -> ModuleType:
@@ -139,6 +260,30 @@ def batches_of(requests: int, tokens: int) -> list[StateBatch]:
     return [
         StateBatch(starts, lengths, some, decode_only=tokens == 1) for some in rows if len(some) == requests
     ]
+
+
+def error_of(
+    kind: StateFormat[Any],
+    inputs: StateInputs,
+    slots: Tensor,
+    ours: Callable[[], None],
+    output: Tensor,
+    batch: StateBatch,
+) -> float:
+    """The largest relative error of some requests' outputs and states after a first launch."""
+    before = slots.clone()
+    ours()
+    tokens = len(output) // len(batch.seq_lens)
+    errors = []
+    for index, row in enumerate(batch.request_rows[:CHECKED].tolist()):
+        state = before[row]
+        part = slice(index * tokens, (index + 1) * tokens)
+        if tokens == 1:
+            wanted = kind.step(inputs.part(part), state[None])
+        else:
+            wanted = kind.scan(inputs.part(part), state.zero_())
+        errors += [relative_error(output[part], wanted), relative_error(slots[row], state)]
+    return max(errors)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from scalegate.base.errors import UserError
 from scalegate.kernels.sampling.top_k import top_k
+from scalegate.kernels.states.batch import StateBatch
 from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
@@ -25,6 +26,14 @@ from scalegate.layouts.packing import trial
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Experts, ExpertsLayout, PackedWeight, Problem
 from scalegate.layouts.packing.routing import Routing
+from scalegate.layouts.states.all_states import STATE_FORMATS
+from scalegate.layouts.states.gated_delta_rule import DeltaInputs
+from scalegate.layouts.states.last_inputs import LastInputs
+from scalegate.layouts.states.linear_recurrence import RecurrenceInputs
+from scalegate.layouts.states.mamba1 import Mamba1Inputs
+from scalegate.layouts.states.mamba2 import Mamba2Inputs
+from scalegate.layouts.states.short_convolution import ConvolutionInputs
+from scalegate.layouts.states.state_format import StateInputs
 from scalegate.serving_check.engine import cuda_runner
 from scalegate.serving_check.engine.compiling import cuda_graphs, triton_settings
 from scalegate.serving_check.engine.engine import Engine
@@ -59,6 +68,8 @@ GPT_OSS = {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 8, "num
 INVARIANT = ("pin", "per-token")
 ROWS = (1, 8, 16, 32, 64, 128, 1024)
 """Of x: one in each bucket of every product."""
+TOKENS = 4
+"""Of a step of layers with a state."""
 N, K = 256, 1024
 EXPERTS = Experts(count=8, top_k=4)
 FEW_ROWS = (1, 32)
@@ -106,6 +117,8 @@ def record(capability: int) -> LaunchRecord:
         for problem, rows in problems():
             multiply(problem, rows)
         top_k(torch.zeros(4, 128, dtype=torch.bfloat16), 8)
+        for inputs in (*state_inputs(torch.bfloat16), *state_inputs(torch.float32)):
+            compute_states(inputs)
     torch.set_num_threads(threads)
     return recording
 
@@ -169,6 +182,40 @@ def gated(layout: GatedExpertsLayout, problem: Problem) -> None:
         x = torch.zeros(tokens, K, dtype=problem.dtype, device=GPU)
         expert = torch.zeros(tokens, EXPERTS.top_k, dtype=torch.int64, device=GPU)
         layout.gated_experts(x, expert, torch.zeros(expert.shape, device=GPU), gate_up, down)
+
+
+def state_inputs(dtype: torch.dtype) -> Iterator[StateInputs]:
+    """Every state format's, of common shapes; of the gated delta rule, which spills in float32, bf16 only."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=GPU)
+
+    x, rates = zeros(TOKENS, 512), torch.zeros(512, 16, device=GPU)
+    yield ConvolutionInputs(x, zeros(512, 4), zeros(512))
+    yield LastInputs(x, 2)
+    yield RecurrenceInputs(x, x.float())
+    yield Mamba1Inputs(x, x, zeros(TOKENS, 16), zeros(TOKENS, 16), rates, zeros(512))
+    x, step = zeros(TOKENS, 8, 64), zeros(TOKENS, 8)
+    for state_dim in (128, 256) if dtype == torch.bfloat16 else (128,):
+        b = zeros(TOKENS, 2, state_dim)
+        yield Mamba2Inputs(x, step, b, b, rates[:8, 0], zeros(8))
+    key, value = zeros(TOKENS, 2, 128), zeros(TOKENS, 4, 128)
+    for decay in (value[..., 0], value) if dtype == torch.bfloat16 else ():
+        yield DeltaInputs(key, key, value, decay.float().contiguous(), zeros(TOKENS, 4))
+
+
+def compute_states(inputs: StateInputs) -> None:
+    """In a step of single tokens, and in one with prompts."""
+    state_format = next(known for _, known in STATE_FORMATS.items() if known.inputs is type(inputs))
+    shape = state_format.shape(inputs)
+    slots = torch.zeros((TOKENS, *shape.dims), dtype=shape.dtype, device=GPU)
+    output = torch.zeros_like(inputs.value if isinstance(inputs, DeltaInputs) else inputs.x)
+    if isinstance(inputs, LastInputs):
+        output = torch.zeros(*inputs.x.shape, inputs.width + 1, dtype=inputs.x.dtype, device=GPU)
+    for decode_only in (True, False):
+        starts, lengths = (torch.zeros(n, dtype=torch.int32, device=GPU) for n in (TOKENS + 1, TOKENS))
+        batch = StateBatch(starts, lengths, lengths.long(), decode_only)
+        state_format.run_kernels(inputs, slots, batch, output)
 
 
 def packed(layout: Any, problem: Problem) -> PackedWeight:

@@ -45,7 +45,7 @@ BELOW_AMPERE = {"_flush_decoded", "_flush_prompts"}
 """Launched below compute capability 8.0 alone: by the interpreter."""
 MOST_SPILLED = {
     "attention": bound(512, 640, 704, 712), "experts": 64, "portable": bound(8, 8, 16, 16),
-    "invariant_matmul": bound(8, 16, 16, 16),
+    "invariant_matmul": bound(8, 16, 16, 16), "states": 8,
 }  # fmt: skip
 """Bytes of a thread, by folder or file of `kernels/`; none in others. Eight or sixteen are one form's for
 12.0, or that of IQ2_XXS for 64 rows and 8.0 where a lane has two columns. What spills most are forms for

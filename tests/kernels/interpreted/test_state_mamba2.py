@@ -95,13 +95,13 @@ class Case:
         """The share [H, 1] of all terms' magnitudes that may be lost; `rounding_bounds.py` says why roots.
 
         An exponent is the difference of two sums of up to 64 decays, and exp makes of its absolute error a
-        relative one. Three products follow each other, whose operands in fp32 are split: into two of bf16,
-        which leaves 2^-17, or three of tf32, which leaves 2^-21; their sums have N or 64 terms.
+        relative one. Three products follow each other; with bf16 their operands in fp32 are split into two of
+        bf16, which leaves 2^-17. Their sums have N or 64 terms.
         """
         inputs = self.inputs
         u = UNIT_ROUNDOFF[torch.float32]
         largest = 64 * (inputs.step.double() * inputs.a.double().abs()).amax(0)
-        left = 2.0**-17 if inputs.x.dtype == torch.bfloat16 else 2.0**-21
+        left = 2.0**-17 if inputs.x.dtype == torch.bfloat16 else u
         terms = max(inputs.b.shape[2], 64)
         return (2 * 64**0.5 * u * largest + 3 * (left + terms**0.5 * u))[:, None]
 
