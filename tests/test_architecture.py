@@ -23,8 +23,8 @@ ROOMS = {
     "kernels": [
         INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul",
         "split_k", "cpu",
-        "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "experts",
-        "portable", "fp8", "states",
+        "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "fp8",
+        "experts", "portable", "states",
     ],
     "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],

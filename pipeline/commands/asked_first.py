@@ -21,9 +21,11 @@ from ...serving_check.adapters.vllm import VLLM
 from ...serving_check.engine.options import EngineOptions
 from ..checkpoints.base_metadata import read_base_metadata
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..conventions.all_conventions import EXPORTS
+from ..conventions.convention import StackingConvention
 from ..model_loader.contradictions import refuse_contradictions
 from ..publishing.card_metadata import licence_of, preliminary_card
-from ..quantization.job import without_left_out
+from ..quantization.job import chosen_export, without_left_out
 from ..quantization.shards.tasks import make_tasks
 from ..records.engine_commands import VLLM_FAILS
 from ..records.recipe import Recipe
@@ -105,19 +107,25 @@ def refuse_unread(source: Checkpoint, recipe: Recipe, request: ReleaseRequest) -
     is not served by vLLM.
     """
     reason = VLLM_FAILS.get(source.model_type)
-    if reason is None or not _quantizes_experts(source, recipe):
+    if reason is None or not _stores_single_experts(source, recipe, request.making.export):
         return []
     if request.validation.engine == VLLM.name:
         raise UserError(
             f"--engine {VLLM.name}: vLLM cannot load what this recipe makes of {source.public_name}: "
-            f"{reason}; leave --engine out, or add `ignore: ['*.experts.*']` to the recipe"
+            f"{reason}; leave --engine out, take the recipe mxfp4-experts, or add "
+            "`ignore: ['*.experts.*']` to this one"
         )
     return [f"vLLM will not load the release: {reason}"]
 
 
-def _quantizes_experts(source: Checkpoint, recipe: Recipe) -> bool:
-    tasks = make_tasks(without_left_out(source, recipe), recipe).in_order
-    return any(task.is_quantized and task.linear is not None and task.linear.is_expert for task in tasks)
+def _stores_single_experts(source: Checkpoint, recipe: Recipe, export: str | None) -> bool:
+    """Say whether the release has quantized experts, each in tensors of its own."""
+    checkpoint = without_left_out(source, recipe)
+    tasks = make_tasks(checkpoint, recipe)
+    if isinstance(EXPORTS[chosen_export(checkpoint, recipe, tasks, export)], StackingConvention):
+        return False
+    linears = (task.linear for task in tasks.in_order if task.is_quantized)
+    return any(linear is not None and linear.is_expert for linear in linears)
 
 
 def lacking_tools(request: ReleaseRequest) -> list[str]:

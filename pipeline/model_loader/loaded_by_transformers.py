@@ -15,6 +15,7 @@ from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from ..checkpoints.checkpoint import Checkpoint
 from ..conventions.all_conventions import convention_of
 from ..conventions.compressed_tensors.scheme import METHOD as COMPRESSED_TENSORS
+from ..conventions.convention import StackingConvention
 from .skeleton import meta_model
 from .weight_map import Assignment, map_weights
 
@@ -26,7 +27,10 @@ def why_transformers_fails(checkpoint: Checkpoint) -> str | None:
     """Return why transformers does not load the checkpoint with the library of its convention; None if it
     does.
     """
-    stored = convention_of(checkpoint).modules(checkpoint)
+    convention = convention_of(checkpoint)
+    if isinstance(convention, StackingConvention):
+        return None  # its experts lie as transformers' own class has them
+    stored = convention.modules(checkpoint)
     quantized = {f"{module}{WEIGHT}": weight for module, weight in stored.items() if weight.is_quantized}
     if not quantized:
         return None

@@ -1,6 +1,6 @@
 """A quantize job: all decisions are made before the first weight is read, and impossible jobs are refused."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +70,10 @@ def prepare(
     _refuse_quantized(checkpoint)
     tasks = make_tasks(checkpoint, recipe)
     specs, embeddings = tasks.specs, tasks.embeddings
-    if export is None and specs and _stacking_refusal(checkpoint, EXPERTS_EXPORT, specs) is None:
-        export = EXPERTS_EXPORT
-    export = export or _default_export(set(specs.values()), recipe.kv_cache)
+    export = chosen_export(checkpoint, recipe, tasks, export)
     convention = EXPORTS[export]
     if isinstance(convention, StackingConvention):
-        reason = _stacking_refusal(checkpoint, export, specs)
-        if reason is None and any(task.linear and not task.is_quantized for task in tasks.in_order):
-            reason = f"{export} holds all experts of a layer alike, and the recipe keeps some of them"
+        reason = _stacking_refusal(checkpoint, export, tasks)
         if reason is not None:
             raise UserError(f"{checkpoint.source}: {reason}")
         tasks = with_whole_biases(tasks)
@@ -144,7 +140,19 @@ def _default_export(specs: Collection[WeightFormat], kv_cache: str) -> str:
     return MODELOPT_EXPORT if alone and fits else DEFAULT_EXPORT
 
 
-def _stacking_refusal(checkpoint: Checkpoint, export: str, specs: Mapping[str, WeightFormat]) -> str | None:
+def chosen_export(
+    checkpoint: Checkpoint, recipe: Recipe, tasks: QuantizationTasks, export: str | None
+) -> str:
+    """Return the convention that the user asks for, or the one that most engines read."""
+    if export is not None:
+        return export
+    specs = set(tasks.specs.values())
+    if specs and _stacking_refusal(checkpoint, EXPERTS_EXPORT, tasks) is None:
+        return EXPERTS_EXPORT
+    return _default_export(specs, recipe.kv_cache)
+
+
+def _stacking_refusal(checkpoint: Checkpoint, export: str, tasks: QuantizationTasks) -> str | None:
     """Return why the experts of this model cannot be stored stacked; None if they can, and all of them are
     quantized.
     """
@@ -152,8 +160,13 @@ def _stacking_refusal(checkpoint: Checkpoint, export: str, specs: Mapping[str, W
     of_model: str | None = f"{export} stores experts one by one"
     if isinstance(convention, StackingConvention):
         of_model = convention.refuses_model(checkpoint.model_type)
-    refused = (EXPORTS[export].refuses(spec, module) for module, spec in specs.items())
-    return of_model or next(filter(None, refused), None)
+    if of_model is not None:
+        return of_model
+    refused = (EXPORTS[export].refuses(spec, module) for module, spec in tasks.specs.items())
+    reason = next(filter(None, refused), None)
+    if reason is None and any(task.linear and not task.is_quantized for task in tasks.in_order):
+        return f"{export} holds all experts of a layer alike, and the recipe keeps some of them"
+    return reason
 
 
 def _refusal(spec: WeightFormat) -> str | None:

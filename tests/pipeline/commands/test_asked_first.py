@@ -145,13 +145,16 @@ def test_tools_that_are_not_here(tiny: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_experts_that_vllm_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make_text(tmp_path / "oss", "gpt_oss", hidden_size=128, intermediate_size=128)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 512}
+    source = make_text(tmp_path / "oss", "gpt_oss", **sizes)
     monkeypatch.setattr(asked_first, "lacking_tools", lambda request: [])
     to, at = f"folder:{tmp_path / 'target'}", {"work": tmp_path / "work", "m": (1, 32)}
     for asking in (release, preview_release):
         with pytest.raises(UserError, match=r"--engine vllm: .*skips single experts.*ignore"):
             asking(source, "int4-hqq", to, engine="vllm", **at)
     assert not (tmp_path / "work").exists()
+    notes = preview_release(source, "mxfp4-experts", to, engine="vllm", **at).notes
+    assert not any("vLLM will not load" in note for note in notes), "gpt-oss' own form is read"
 
 
 def test_a_base_without_a_licence_is_said(tiny: Path, tmp_path: Path) -> None:

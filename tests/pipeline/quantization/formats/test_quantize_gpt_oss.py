@@ -14,6 +14,8 @@ from scalegate.pipeline.commands.adopt import adopt
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
 from scalegate.pipeline.model_loader.load_model import load_model
+from scalegate.pipeline.model_loader.loaded_by_transformers import why_transformers_fails
+from scalegate.pipeline.publishing.card import unread_by
 from scalegate.pipeline.quantization.quantizers.mxfp4_quantizer import quantize_mxfp4
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.pipeline.records.recipe import Recipe
@@ -146,3 +148,5 @@ def test_transformers_reads_the_same_model(artifact: Path) -> None:
     error, strayed = read_by_both(artifact, quantization_config=Mxfp4Config(dequantize=True))
     # Products of bf16 weights in float32, summed in another order.
     assert strayed == set() and error <= 2.0**-16
+    assert why_transformers_fails(open_checkpoint(artifact)) is None
+    assert unread_by(artifact, "gpt_oss") == {}
