@@ -34,8 +34,11 @@ TILES = (
     Tile(n=128, k=GROUP, stages=4, warps=8),
     Tile(n=128, k=GROUP, stages=4, warps=8),
 )
-"""By bucket of rows an expert gets, see `tile.py`. The first three and the last as tuned on an H100 for
-Qwen3-30B-A3B's shapes (`tests/bench/kernels/experts.py --tune --kinds fp8`)."""
+"""By bucket of rows an expert gets, see `tile.py`.
+
+The first three and the last as tuned on an H100 for Qwen3-30B-A3B's shapes (`tests/bench/kernels/experts.py
+--tune --kinds fp8`), the last with blocks of 64 rows.
+"""
 MOST_ROWS = 64
 """Rows of x in a CTA: sums in two levels take registers twice, so that larger blocks are taken in parts."""
 REUSED_FROM = 64
