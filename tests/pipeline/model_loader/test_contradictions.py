@@ -14,6 +14,7 @@ from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -208,6 +209,16 @@ def test_a_block_of_zeros_or_of_the_tiniest_numbers_is_no_contradiction(
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     quantize(source, Recipe("zeros", spec=spec), tmp_path / "out", progress=False)
     refuse_contradictions(open_checkpoint(tmp_path / "out"))
+
+
+def test_nan_is_found_among_scales_in_bytes(example_checkpoint: Path, tmp_path: Path) -> None:
+    quantize(example_checkpoint, Recipe("mx", spec=MXFP4()), tmp_path / "out", progress=False)
+    path = next((tmp_path / "out").glob("*.safetensors"))
+    tensors = load_file(path)
+    tensors[SCALE][0, 0] = 255  # E8M0's NaN
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"1 of [\d,]+ numbers in {SCALE} are NaN"):
+        refuse_contradictions(open_checkpoint(tmp_path / "out"))
 
 
 def test_scales_of_sources_are_looked_at_too(random_checkpoint: Any, edit: Any) -> None:
