@@ -3,6 +3,7 @@
 `packing/trial.py` tries whether a kernel runs on this machine, and `measure.py` how fast it is.
 """
 
+from collections.abc import Iterable
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +15,11 @@ from .plan import LayoutPlan
 Tried = Literal["run", "run through translation", "compiled only"]
 MARKS: dict[Tried | None, str] = {"compiled only": "†", "run through translation": "‡"}
 """Behind a layout's name in tables, if we never ran its kernel on such a GPU."""
+KV_RUN_ON = ((9, 0),)
+"""Compute capabilities of GPUs that ran the tests of the kernels of KV formats."""
+KV_TRANSLATED_FOR = {"unquantized": ((8, 0), (8, 9)), "kvarn": ((8, 0), (8, 9))}
+"""By the first word of a KV format's name, compute capabilities whose code ran on a newer GPU."""
+KV_COMPILED_FROM = (8, 0)
 
 
 @runtime_checkable
@@ -37,9 +43,27 @@ def tried(layout: AnyLayout, capability: tuple[int, int]) -> Tried | None:
     ours."""
     if not isinstance(layout, OwnKernel):
         return None
-    if capability in layout.run_on:
+    return _how(layout.run_on, layout.translated_for, capability)
+
+
+Capabilities = tuple[tuple[int, int], ...]
+
+
+def _how(run_on: Capabilities, translated_for: Capabilities, capability: tuple[int, int]) -> Tried:
+    if capability in run_on:
         return "run"
-    return "run through translation" if capability in layout.translated_for else "compiled only"
+    return "run through translation" if capability in translated_for else "compiled only"
+
+
+def kv_tried_on(device: torch.device, kv_formats: Iterable[str]) -> dict[str, Tried]:
+    """Return how the kernels of each KV format were tried on GPUs like `device`; empty if none runs there."""
+    if device.type != "cuda":
+        return {}
+    capability = torch.cuda.get_device_capability(device)
+    if capability < KV_COMPILED_FROM:
+        return {}
+    translated_for = {name: KV_TRANSLATED_FOR.get(name.partition("_")[0], ()) for name in kv_formats}
+    return {name: _how(KV_RUN_ON, translated, capability) for name, translated in translated_for.items()}
 
 
 def tried_on(layout: AnyLayout, device: torch.device) -> Tried | None:
@@ -51,6 +75,11 @@ def tried_of(plan: LayoutPlan, device: torch.device) -> dict[str, Tried]:
     """Return how each layout of ours that a plan has measurements of was tried."""
     measured = dict.fromkeys(name for choice in plan.choices for name in choice.measured_layouts)
     return {name: how for name in measured if (how := tried_on(LAYOUTS[name], device)) is not None}
+
+
+def kv_tried_of(plan: LayoutPlan, device: torch.device) -> dict[str, Tried]:
+    """Return how the kernels of each KV format that a plan has times of were tried."""
+    return kv_tried_on(device, dict.fromkeys(timing.kv_format for timing in plan.kv))
 
 
 def remark(layout: AnyLayout, device: torch.device) -> str:

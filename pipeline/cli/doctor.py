@@ -34,7 +34,7 @@ def command(as_json: bool) -> None:
     kernel marked ‡ was compiled for this GPU and run on a newer GPU, which translated its code.
 
     --verbose adds all versions. For every layout, --verbose says how the kernel was tried and why the layout
-    refuses a format.
+    refuses a format. For every KV format, --verbose says how the kernels were tried.
 
     \b
     Examples:
@@ -159,6 +159,11 @@ def _details(diagnosis: Diagnosis) -> Iterator[str]:
         for name in dict.fromkeys(state.layout for state in diagnosis.layouts):
             states = [s for s in diagnosis.layouts if s.device == device and s.layout == name]
             yield f"  {device:8} {name:18} {_serves(states)}"
+    if diagnosis.kv_tried:
+        yield "\nKV formats"
+    for device, tried in diagnosis.kv_tried.items():
+        for how in dict.fromkeys(tried.values()):
+            yield f"  {device:8} {how}: {', '.join(name for name in tried if tried[name] == how)}"
     yield "\nEngines"
     for engine in diagnosis.engines:
         yield f"  {engine.name:10} {'yes' if engine.available else 'no'}: {engine.detail}"

@@ -96,10 +96,15 @@ def command(
         revision=revision,
     )
     if as_json:
-        more = {"stored": result.stored, "kv_pays": pays(result.plan), "tried": result.tried}
+        more = {
+            "stored": result.stored,
+            "kv_pays": pays(result.plan),
+            "tried": result.tried,
+            "kv_tried": result.kv_tried,
+        }
         click.echo(json.dumps(result.plan.to_json() | more, indent=2))
         logger.info(result.note)
     else:
         weights = layout_table(result.plan, result.tried, is_verbose()) if result.plan.choices else ""
-        click.echo("\n\n".join(filter(None, (weights, kv_table(result.plan)))))
+        click.echo("\n\n".join(filter(None, (weights, kv_table(result.plan, result.kv_tried)))))
         click.echo(f"\n{result.note}")

@@ -22,7 +22,7 @@ from ...base.installed import installed_version
 from ...layouts.choosing.choose import pick
 from ...layouts.choosing.measurement_cache import cached_shapes
 from ...layouts.choosing.plan import ShapeChoice, device_name
-from ...layouts.choosing.tried import Tried, tried_on
+from ...layouts.choosing.tried import Tried, kv_tried_on, tried_on
 from ...layouts.formats.all_formats import WEIGHT_FORMATS
 from ...layouts.formats.unquantized import Unquantized
 from ...layouts.formats.weight_format import WeightFormat
@@ -144,6 +144,8 @@ class Diagnosis:
     layouts: list[LayoutState]
     engines: list[Engine]
     kv_formats: list[str]
+    kv_tried: dict[str, dict[str, Tried]]
+    """By GPU and KV format, how the format's kernels were tried on such a GPU."""
     state_formats: list[str]
     """What recurrent layers keep of a request, by the names of the formats that are served."""
     conventions: list[str]
@@ -179,6 +181,7 @@ def doctor() -> Diagnosis:
         layouts=states,
         engines=[Engine(name, found.available, found.detail) for name, found in engines.items()],
         kv_formats=list(KV_FORMATS),
+        kv_tried={str(device): how for device in devices if (how := kv_tried_on(device, KV_FORMATS))},
         state_formats=list(STATE_FORMATS),
         conventions=list(CONVENTIONS),
         hub=HubLogin(constants.ENDPOINT, get_token() is not None, constants.is_offline_mode(), str(cache)),

@@ -14,7 +14,7 @@ from ...base.errors import UserError
 from ...base.installed import kernel_versions
 from ...layouts.choosing.choose import choose, forced_for, ms_to_measure
 from ...layouts.choosing.plan import LayoutPlan, ShapeChoice, device_name
-from ...layouts.choosing.tried import Tried, tried_of
+from ...layouts.choosing.tried import Tried, kv_tried_of, tried_of
 from ...layouts.kv.format import KV_FORMATS
 from ...layouts.packing.all_layouts import LAYOUTS
 from ...layouts.packing.layout import Problem
@@ -45,6 +45,8 @@ class LayoutResult:
     """A sentence that says whether the plan was kept or replaced, and whether a verdict still holds."""
     tried: dict[str, Tried]
     """How we tried the kernels of the plan's layouts that are ours on such a GPU; empty on a CPU."""
+    kv_tried: dict[str, Tried]
+    """The same of the KV formats that were timed."""
 
 
 def layout(
@@ -87,7 +89,7 @@ def layout(
     stands = recorded is not None and not fresh and _stands(recorded, to_serve, on, ms, force)
     if recorded is not None and stands and _kv_stands(recorded, contexts, ms):
         note = "The recorded plan was made on this device and stands."
-        return LayoutResult(recorded, False, True, note, tried_of(recorded, on))
+        return LayoutResult(recorded, False, True, note, tried_of(recorded, on), kv_tried_of(recorded, on))
 
     if recorded is not None and stands:
         plan = recorded
@@ -102,8 +104,9 @@ def layout(
         plan = replace(plan, kv=timed, kv_left_out=left_out)
     if manifest is None:
         note = f"The plan was not stored: {checkpoint.source} has no {MANIFEST_NAME}."
-        return LayoutResult(plan, True, False, note, tried_of(plan, on))
-    return LayoutResult(plan, True, True, _store(plan, manifest, checkpoint.folder), tried_of(plan, on))
+        return LayoutResult(plan, True, False, note, tried_of(plan, on), kv_tried_of(plan, on))
+    stored = _store(plan, manifest, checkpoint.folder)
+    return LayoutResult(plan, True, True, stored, tried_of(plan, on), kv_tried_of(plan, on))
 
 
 def _stands(

@@ -2,15 +2,19 @@
 faster.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ...layouts.choosing.plan import LayoutPlan
+from ...layouts.choosing.tried import Tried
 
 NAME_WIDTH, CELL_WIDTH = 24, 14
 
 
-def kv_table(plan: LayoutPlan) -> str:
-    """Return one block of lines per context; empty if KV formats were not timed."""
+def kv_table(plan: LayoutPlan, tried: Mapping[str, Tried]) -> str:
+    """Return one block of lines per context; empty if KV formats were not timed.
+
+    tried: for each KV format, how its kernels were tried on such a GPU; empty on a CPU
+    """
     if not plan.kv:
         return ""
     ms = sorted({timing.m for timing in plan.kv})
@@ -37,7 +41,9 @@ def kv_table(plan: LayoutPlan) -> str:
         ]
     left_out = ", ".join(f"{context:,} tokens at M={m}" for context, m in plan.kv_left_out)
     lines += ["", f"No memory to time {left_out}"] if left_out else []
-    return "\n".join([*lines, "", *pays(plan)])
+    how = [f"  {name}: {how}" for name, how in tried.items()]
+    how = ["", "How the kernels of KV formats were tried on such a GPU before:", *how] if tried else []
+    return "\n".join([*lines, "", *pays(plan), *how])
 
 
 def pays(plan: LayoutPlan) -> list[str]:

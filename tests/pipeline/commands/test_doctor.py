@@ -183,6 +183,9 @@ def test_it_says_how_our_kernels_were_tried_on_such_a_gpu(empty_cache, gpus, gpu
     assert re.search(r"cuda:0 +tinygemm +yes: int4 g128", verbose)
     states = {state["layout"]: state for state in told()["layouts"] if state["device"] == "cuda:0"}
     assert (states["grouped_int4"]["tried"], states["tinygemm"]["tried"]) == (experts, None)
+    kv_tried = told()["kv_tried"]["cuda:0"]
+    assert kv_tried["kvarn_k4v2_g128"] == int4 and kv_tried["nvfp4"] == experts
+    assert re.search(rf"(?m)^  cuda:0 +{int4}: .*kvarn_k4v2_g128", verbose.split("\nKV formats\n")[1])
 
 
 def test_a_measured_table_with_the_longest_names_fits(empty_cache, gpus, monkeypatch):
@@ -203,6 +206,7 @@ def test_what_no_layout_serves_is_said(empty_cache, gpus):
     choices = [choice for choice in doctor().choices if choice.device == "cuda:0" and choice.experts]
     assert choices and all(choice.layout is None for choice in choices)
     assert {cells[-1] for cells in weights(output())["weights on cuda:0"].values()} == {"none"}
+    assert told()["kv_tried"] == {}
 
 
 def test_measured_speeds_are_shown_with_the_layout_that_they_choose(empty_cache, monkeypatch):

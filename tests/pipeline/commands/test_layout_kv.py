@@ -68,7 +68,7 @@ def test_a_flush_is_counted_once_in_a_page(example_checkpoint: Path, two_formats
     layers, page = 4, 16
     lost = measurement.microseconds - measurement.baseline_microseconds
     assert lost == pytest.approx(layers * FLUSH_SECONDS * 1e6 / page, rel=0.01)
-    assert pays(result.plan) == ["slow_pages pays nowhere"] and "slow_pages" in kv_table(result.plan)
+    assert pays(result.plan) == ["slow_pages pays nowhere"] and "slow_pages" in kv_table(result.plan, {})
 
 
 WRITING = "is spent writing full pages"
@@ -135,7 +135,9 @@ def test_a_context_that_was_not_asked_for_before_is_timed(
     assert [measurement.context for measurement in short.plan.kv] == [32] and short.plan.kv_left_out == (
         (8192, 1),
     )
-    assert "No memory to time 8,192 tokens at M=1" in kv_table(short.plan)
+    assert "No memory to time 8,192 tokens at M=1" in kv_table(short.plan, {})
+    assert "such a GPU" not in kv_table(short.plan, short.kv_tried), "a CPU"
+    assert kv_table(short.plan, {"nvfp4": "compiled only"}).endswith("before:\n  nvfp4: compiled only")
     stands = again(32, 8192)
     assert not stands.measured and stands.plan == short.plan
 
