@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.triton_imports import triton
+from ..layouts.formats.int4 import Int4
+from ..layouts.formats.nvfp4 import NVFP4
 from ..layouts.formats.weight_format import WeightFormat, spec_from_json
 from . import experts_product
 from .choice import EXPERTS, LAYOUTS
@@ -82,7 +84,7 @@ def forms_of_experts(layer: dict[str, Any], spec: WeightFormat, dtype: torch.dty
         EXPERTS[type(spec)].pack_experts([spec.random(n, k, META)] * count, dtype)
         for n, k in ((2 * inner, hidden), (hidden, inner))
     )
-    products = experts_product.products_of(spec, gate_up, down)
+    products = experts_product.products_of(cast(Int4 | NVFP4, spec), gate_up, down)
     for tokens in experts_product.tokens_to_compile(count, top_k, layer["most"]):
         zeros = experts_product.zeros_for(products, top_k, dtype, tokens)
         form = spec.key, count, top_k, hidden, inner, dtype, tokens

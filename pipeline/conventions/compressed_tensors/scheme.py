@@ -32,6 +32,8 @@ FP8_PER_BLOCK = EIGHT_BITS | {"strategy": "group", "group_size": BLOCK, "dynamic
 class Scheme(Protocol):
     """One way of storing a weight that compressed-tensors has a name for."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def format(self) -> str:
         """Return the compressor's name, as config groups give it: `pack-quantized`."""
