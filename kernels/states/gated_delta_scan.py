@@ -42,7 +42,7 @@ from .gated_delta_systems import (
     solve_channel_chunks,
     solve_chunks,
 )
-from .row_strides import token_and_head
+from .row_strides import ALIGNMENT, token_and_head
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -138,16 +138,23 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(query: Tensor, key: Tensor, value: Tensor, by_channel: bool) -> Tiles | None:
-    """Return the tiles of a scan; None: K is too large for one.
+    """Return the tiles of a scan; None: K is too large for one, or rows do not stay aligned.
 
     `_scan_chunks` holds three tiles of a chunk's keys in the 99 KB of shared memory that a CTA of compute
     capability 8.6 has, and their rows and a state in registers. With a decay for each channel a chunk is a
     block.
     """
     keys = padded(key.shape[2])
-    wide = operand_type(query, key, value)[0].itemsize == 4
+    itemsize = operand_type(query, key, value)[0].itemsize
+    wide = itemsize == 4
+    if any(
+        width * size % ALIGNMENT
+        for width in (key.shape[2], value.shape[2])
+        for size in (itemsize, query.itemsize, key.itemsize, value.itemsize)
+    ):
+        return None
     if keys <= 128:
-        values = 16 if wide else 32
+        values = 16 if wide or (by_channel and keys <= 64) else 32
         chunk = 64 if not wide else 32 if keys <= 64 else BLOCK
         return Tiles(BLOCK if by_channel else chunk, values, 2)
     return Tiles(32, 16, 1) if keys <= 256 and not wide and not by_channel else None

@@ -194,16 +194,20 @@ def test_any_length_of_prompt_with_a_decay_for_each_channel(count):
     check(make_case([(count, 5)], by_channel=True, key_dim=24, value_dim=40))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_views_with_strides(by_channel):
-    case = make_case([(1, 4), (20, 3)], by_channel=by_channel)
+def test_views_with_strides_and_at_odd_addresses(by_channel, dtype):
+    case = make_case([(1, 4), (70 if dtype == torch.bfloat16 else 20, 3)], by_channel=by_channel, dtype=dtype)
     wanted = case.run()
-    wide = [torch.full((*each.shape[:-1], each.shape[-1] + 3), 7.0, device=DEVICE) for each in case.inputs]
-    for index, (view, each) in enumerate(zip(wide, case.inputs, strict=True)):
-        view = view[..., 1 : 1 + each.shape[-1]]
-        case.inputs[index] = view.copy_(each)
+    for index, each in enumerate(case.inputs):
+        wide = each.new_full((*each.shape[:-1], each.shape[-1] + 3), 7.0)
+        case.inputs[index] = wide[..., 1 : 1 + each.shape[-1]].copy_(each)
     case.inputs[2] = case.inputs[2].transpose(1, 2).contiguous().transpose(1, 2)
     assert all(torch.equal(one, other) for one, other in zip(case.run(), wanted, strict=True))
+
+
+def test_rows_that_are_no_multiples_of_16_bytes():
+    check(make_case([(1, 4), (17, 3)], key_dim=10, value_dim=9))
 
 
 @pytest.mark.parametrize("cut", exhaustive_but([1, 63, 64, 100], 64, 100))
