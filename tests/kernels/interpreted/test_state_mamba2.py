@@ -113,12 +113,14 @@ def test_a_step_is_each_request_alone(name: str, shape: Shape, dtype: torch.dtyp
     Case.of(STEPS[name], shape, dtype).check()
 
 
+@pytest.mark.exhaustive
 def test_without_what_passes_by_the_state():
     case = Case.of(STEPS["mixed"])
     case.inputs = replace(case.inputs, d=None)
     case.check()
 
 
+@pytest.mark.exhaustive
 def test_inputs_whose_last_dimension_is_not_contiguous():
     case = Case.of(STEPS["mixed"])
     for name in ("x", "step", "b"):

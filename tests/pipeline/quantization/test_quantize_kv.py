@@ -145,7 +145,8 @@ def test_a_format_that_no_convention_declares_is_in_the_manifest(example_checkpo
 @pytest.mark.parametrize(
     ("kv_cache", "export"),
     [
-        *(("kvarn_k4v2_g128", export) for export in EXPORTS if export != "plain"),
+        # mxfp4 is for gpt-oss alone, and refused for that first.
+        *(("kvarn_k4v2_g128", export) for export in EXPORTS if export not in ("plain", "mxfp4")),
         *(("nvfp4", export) for export in ("compressed-tensors", "torchao", "scalegate")),
         *(("fp8", export) for export in ("torchao", "scalegate")),
     ],
