@@ -204,23 +204,19 @@ def scan_prompts(
         torch.empty(heads, tokens, width, dtype=operand, device=value.device)
         for width in (key_dim, value_dim, chunk)
     )
+    inputs = query, key, value, log_decay, rate, batch.query_start_loc, batch.seq_lens
+    sizes = strides, tokens, requests, form
     if by_channel:
         factors = torch.empty(grid[1], heads, key_dim, dtype=torch.float32, device=value.device)
         scaled = [torch.empty(tokens, heads, key_dim, dtype=operand, device=value.device) for _ in range(2)]
-        solve = solve_channel_chunks
-    else:
-        factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=value.device)
-        scaled = []
-        solve = solve_chunks
-    solve[grid](
-        query, key, value, log_decay, rate, batch.query_start_loc, batch.seq_lens, w, u, mix, factors,
-        *scaled, strides, tokens, requests, form, num_warps=warps,
-    )  # fmt: skip
-    if by_channel:
+        solve_channel_chunks[grid](*inputs, w, u, mix, factors, *scaled, *sizes, num_warps=warps)
         query, key = scaled
         form = form._replace(shared=1)
         token, head = token_and_head(query)
         strides = strides._replace(q_token=token, q_head=head, k_token=token, k_head=head)
+    else:
+        factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=value.device)
+        solve_chunks[grid](*inputs, w, u, mix, factors, *sizes, num_warps=warps)
     _scan_chunks[(triton.cdiv(value_dim, values), heads, requests)](
         query, key, output, slots, batch.query_start_loc, batch.seq_lens, batch.request_rows, w, u, mix,
         factors, strides, tokens, form, num_warps=warps, num_stages=stages,
