@@ -42,7 +42,7 @@ class StepForm(NamedTuple):
 
     shared:     heads of values that a head of keys serves
     keys:       K as a power of two
-    values:     columns of V in a program
+    columns:    of V in a program
     by_channel: there is a decay for each channel
     prompts:    requests with more than one token are computed too
     """
@@ -52,7 +52,7 @@ class StepForm(NamedTuple):
     key_dim: int
     value_dim: int
     keys: int
-    values: int
+    columns: int
     epsilon: float
     by_channel: bool
     prompts: bool
@@ -60,7 +60,7 @@ class StepForm(NamedTuple):
 
 @triton.jit
 def _advance(state, q, k, v, decay, rate, FORM: tl.constexpr):
-    """Compute a token: return its output [values] and the next state."""
+    """Compute a token: return its output [columns] and the next state."""
     q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + FORM.epsilon) * FORM.key_dim**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + FORM.epsilon)
     state = state * tl.exp(decay)[:, None] if FORM.by_channel else state * tl.exp(decay)
@@ -89,7 +89,7 @@ def _step(
         return
 
     channel = tl.arange(0, FORM.keys)
-    column = tl.program_id(0) * FORM.values + tl.arange(0, FORM.values)
+    column = tl.program_id(0) * FORM.columns + tl.arange(0, FORM.columns)
     is_channel = channel < FORM.key_dim
     is_column = column < FORM.value_dim
     q_ptr += head // FORM.shared * STRIDES.q_head + channel
@@ -155,7 +155,7 @@ def gated_delta_rule(
         key_dim=key_dim,
         value_dim=value_dim,
         keys=triton.next_power_of_2(key_dim),
-        values=values,
+        columns=values,
         epsilon=EPSILON,
         by_channel=by_channel,
         prompts=tiles is None and not batch.decode_only,

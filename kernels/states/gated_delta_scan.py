@@ -65,7 +65,7 @@ def _scan_chunks(
     OPERAND: tl.constexpr = w_ptr.dtype.element_ty
     row = tl.arange(0, FORM.chunk)
     channel = tl.arange(0, FORM.keys)
-    column = tl.program_id(0) * FORM.values + tl.arange(0, FORM.values)
+    column = tl.program_id(0) * FORM.columns + tl.arange(0, FORM.columns)
     is_column = column < FORM.value_dim
     slots_ptr += (tl.load(rows_ptr + request) * FORM.heads + head) * (FORM.key_dim * FORM.value_dim)
     slots_ptr += channel[:, None] * FORM.value_dim + column[None, :]
@@ -192,7 +192,7 @@ def scan_prompts(
         key_dim=key_dim,
         value_dim=value_dim,
         keys=padded(key_dim),
-        values=values,
+        columns=values,
         chunk=chunk,
         doublings=(chunk // BLOCK).bit_length() - 1,
         epsilon=EPSILON,

@@ -50,7 +50,7 @@ class ScanForm(NamedTuple):
 
     shared:    heads of values that a head of keys serves
     keys:      K as a power of two
-    values:    columns of V in a program
+    columns:   of V in a program
     chunk:     tokens
     doublings: from blocks of 16 tokens to a chunk
     precision: of products
@@ -62,7 +62,7 @@ class ScanForm(NamedTuple):
     key_dim: int
     value_dim: int
     keys: int
-    values: int
+    columns: int
     chunk: int
     doublings: int
     epsilon: float
