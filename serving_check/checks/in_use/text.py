@@ -138,24 +138,26 @@ def _wrong(greedy: Sequence[AnswerInUse], wrong: Sequence[AnswerInUse], off: int
         )
     words = " or ".join(condition.words for condition in conditions)
     advice = ", ".join(dict.fromkeys(condition.advice for condition in conditions))
-    return f"{what}: only answers {words} are wrong; {advice}"
+    left = _not_met(conditions, wrong)
+    only = f"all but {len(left)} of them are answers {words}" if left else f"only answers {words} are wrong"
+    return f"{what}: {only}; {advice}"
 
 
 def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> list[Condition]:
-    """Return up to `MOST_CONDITIONS` under which most answers are wrong, and under which all wrong answers
-    were served.
+    """Return up to `MOST_CONDITIONS` under which most answers are wrong and most wrong ones were served, or
+    the one that all wrong answers and the fewest right answers meet, whichever misplaces fewer answers.
 
-    If there is no such condition, the explanation is the condition that all wrong answers and the fewest
-    right answers meet. A condition that all right answers, or hardly any, meet explains nothing.
+    Where several causes meet, some answers just beyond a limit are right and others wrong. A condition that
+    all right answers, or hardly any, meet explains nothing.
     """
     conditions = list(_conditions(wrong, right))
 
     def met(condition: Condition, answers: Iterable[AnswerInUse]) -> int:
         return sum(map(condition.holds, answers))
 
-    def cost(condition: Condition) -> int:
+    def cost(condition: Condition, answers: Iterable[AnswerInUse]) -> int:
         # A limit that was chosen to suit the wrong answers excludes some right ones by chance.
-        return met(condition, right) + condition.limits
+        return met(condition, answers) + condition.limits
 
     telling = [condition for condition in conditions if len(right) - met(condition, right) >= FEWEST_RIGHT]
     pure = [
@@ -163,16 +165,25 @@ def _explanation(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> 
         for condition in telling
         if met(condition, wrong) >= PURE * (met(condition, wrong) + met(condition, right))
     ]
-    left = list(wrong)
     chosen: list[Condition] = []
-    while left and pure and len(chosen) < MOST_CONDITIONS:
-        best = max(pure, key=lambda condition: met(condition, left) - cost(condition))
-        chosen.append(best)
-        left = [answer for answer in left if not best.holds(answer)]
-    if pure and not left:
-        return chosen
+    misplaced = len(wrong)
+    while pure and len(chosen) < MOST_CONDITIONS:
+        left, spared = _not_met(chosen, wrong), _not_met(chosen, right)
+        gains = [met(condition, left) - cost(condition, spared) for condition in pure]
+        if max(gains) <= 0:
+            break
+        chosen.append(pure[gains.index(max(gains))])
+        misplaced -= max(gains)
     common = [condition for condition in telling if met(condition, wrong) == len(wrong)]
-    return [min(common, key=cost)] if common else []
+    best = min(common, key=lambda condition: cost(condition, right), default=None)
+    if best is None or (chosen and misplaced <= cost(best, right)):
+        return chosen
+    return [best]
+
+
+def _not_met(conditions: Sequence[Condition], answers: Iterable[AnswerInUse]) -> list[AnswerInUse]:
+    """Return the answers that meet none of the conditions."""
+    return [answer for answer in answers if not any(condition.holds(answer) for condition in conditions)]
 
 
 def _conditions(wrong: Sequence[AnswerInUse], right: Sequence[AnswerInUse]) -> Iterator[Condition]:

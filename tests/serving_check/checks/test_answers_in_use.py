@@ -94,6 +94,18 @@ def test_the_reason_names_what_wrong_answers_have_in_common(holds, words: str):
     assert status == "fail" and words in reason
 
 
+def test_a_cause_of_most_wrong_answers_is_named_beside_a_few_of_another():
+    """Three of other kinds are wrong as well, and no condition tells them from right ones."""
+    short = [each for each in SOUND if each.prompt_tokens == 32]
+    wrong = [each for each in SOUND if each.prompt_tokens > 100 or each in short[:3]]
+    mixed = [
+        replace(each, m=4.0, prompts_beside=0, off=20 * (each in wrong), baseline_off=20 * (each in wrong))
+        for each in SOUND
+    ]
+    status, reason = text(mixed)
+    assert status == "fail" and "all but 3 of them are answers beyond 104 tokens of context" in reason
+
+
 def test_one_wrong_answer_among_many_fails_and_few_wrong_tokens_in_all_do_too():
     assert text([replace(SOUND[0], off=6), *SOUND[1:]])[0] == "fail"
     thin = [replace(each, off=1, baseline_off=1) for each in SOUND]
