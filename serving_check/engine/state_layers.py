@@ -30,7 +30,7 @@ from ...layouts.states.state_format import StateInputs, StateKey, StateShape, St
 from .state_modules import forward_of
 from .unsupported import unsupported
 
-CACHES = ("cache_params", "past_key_values")
+CACHES = ("cache", "cache_params", "past_key_values")
 """The names that transformers gives the cache among the arguments of a forward."""
 ASKS_FOR_STATES = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 """A cache's methods from transformers 5.21 on."""

@@ -85,6 +85,7 @@ def test_what_is_compiled_is_found_where_torch_compile_has_moved_tritons_cache(t
     """torch.compile sets the variable if nobody has: vLLM compiles its graphs before the first product."""
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "AHEAD", compile_ahead.Ahead())
     compile_ahead.compile_ahead("swap_ab", PROBLEM, MOST)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "inductor"))
     with pretended_gpu(90) as record:
