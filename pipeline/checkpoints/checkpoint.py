@@ -322,7 +322,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json_object(require_file(folder, INDEX_NAME)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path} has no `weight_map`; download or copy the checkpoint again")
-    for shard in dict.fromkeys(weight_map.values()):
+    for shard in {repr(shard): shard for shard in weight_map.values()}.values():  # a list is no key
         require_inside(shard, str(path))
     return weight_map
 

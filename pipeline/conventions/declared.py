@@ -64,12 +64,16 @@ def refuse_spoilt(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) ->
             weight.check()
         if weight.read_input is not None:
             weight.read_input()
-    spoilt = [said for weight in stored.values() for said in _spoilt(checkpoint, weight)]
-    fused = [info for info in checkpoint.tensors.values() if isinstance(info, DecodedTensor)]
-    for info in fused:
-        if info.name.removesuffix(".weight") not in stored:
-            spoilt += [said for part in _scales_of(info) if (said := _said_of_numbers(part)) is not None]
-    _refuse(checkpoint, spoilt)
+    fused = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if isinstance(info, DecodedTensor) and name.removesuffix(".weight") not in stored
+    }
+    # Scales of all experts in one tensor are read once, not once for each expert.
+    single = [weight for weight in stored.values() if fused.keys().isdisjoint(weight.tensors)]
+    spoilt = [said for weight in single for said in _spoilt(checkpoint, weight)]
+    parts = [part for info in fused.values() for part in _scales_of(info)]
+    _refuse(checkpoint, spoilt + [said for part in parts if (said := _said_of_numbers(part)) is not None])
 
 
 def refuse_spoilt_vectors(checkpoint: Checkpoint, stored: Mapping[str, StoredWeight]) -> None:

@@ -86,6 +86,7 @@ CHECKPOINTS = {
     "index: deep": lambda c: (c / "model.safetensors.index.json").write_text(DEEP),
     "index: a list": lambda c: (c / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
     "index: numbers": lambda c: (c / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
+    "index: lists": lambda c: (c / "model.safetensors.index.json").write_text('{"weight_map": {"a": [3]}}'),
     "card: a bomb": lambda c: (c / "README.md").write_text(f"---\n{A_BOMB}---\n"),
     "card: deep": lambda c: (c / "README.md").write_text("---\na: " + "[" * 9999 + "]" * 9999 + "\n---\n"),
     "card: a pipe": lambda c: replace_by_pipe(c / "README.md"),

@@ -13,6 +13,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.adopt import adopt
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
+from scalegate.pipeline.model_loader.contradictions import refuse_contradictions
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.loaded_by_transformers import why_transformers_fails
 from scalegate.pipeline.publishing.card import unread_by
@@ -135,6 +136,9 @@ def test_a_scale_that_is_no_number_is_refused(artifact: Path, tmp_path: Path) ->
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"down_proj_scales holds NaN"):
         load_model(folder, progress=False)
+    with pytest.raises(UserError, match=r"1 of [\d,]+ numbers in .*down_proj_scales are NaN") as said:
+        refuse_contradictions(open_checkpoint(folder))
+    assert said.value.message.count("_scales") == 1, "read once, not for each expert"
 
 
 def test_the_tensors_of_a_layer_stay_together_in_several_files(source: Path, tmp_path: Path) -> None:
