@@ -39,6 +39,12 @@ def pair(hidden: int, inner: int, dtype: torch.dtype, **form) -> tuple[Int4Opera
     return operand(2 * inner, hidden, dtype, **form), operand(hidden, inner, dtype, **form)
 
 
+def narrow_pair() -> tuple[Int4Operand, Int4Operand]:
+    """Of 16 activations and 16 numbers of y, which one program computes: cheap with many experts."""
+    gate_up, down = operand(32, 128, torch.float16), operand(16, 128, torch.float16)
+    return gate_up, replace(down, k=16)
+
+
 def token(hidden: int, top_k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     expert = torch.arange(top_k, device=DEVICE)[None] * 3 % EXPERTS
     # Of a mean far from zero, as after SiLU: what is added to codes and taken off again is large then.
@@ -88,7 +94,7 @@ def test_experts_are_those_of_the_reference(hidden, inner, group_size, fractiona
 def test_any_number_of_experts_may_be_taken_and_one_of_them_twice(top_k):
     """There are five: from the sixth on the first ones are taken again."""
     torch.manual_seed(2)
-    gate_up, down = pair(128, 128, torch.float16)
+    gate_up, down = narrow_pair()
     given = token(128, top_k, torch.float16)
     assert error(experts(*given, gate_up, down), experts_reference(*given, gate_up, down)) < bound(
         torch.float16
@@ -97,7 +103,7 @@ def test_any_number_of_experts_may_be_taken_and_one_of_them_twice(top_k):
 
 def test_every_expert_is_weighed_by_its_own_share():
     torch.manual_seed(3)
-    gate_up, down = pair(128, 128, torch.float16)
+    gate_up, down = narrow_pair()
     x, expert, _ = token(128, 3, torch.float16)
     for index in range(3):
         weight = torch.zeros(1, 3, device=DEVICE)
@@ -109,7 +115,7 @@ def test_every_expert_is_weighed_by_its_own_share():
 
 def test_an_expert_that_is_not_there_adds_nothing():
     torch.manual_seed(4)
-    gate_up, down = pair(128, 128, torch.float16)
+    gate_up, down = narrow_pair()
     x, expert, weight = token(128, 3, torch.float16)
     expected = experts_reference(x, expert[:, :1], weight[:, :1], gate_up, down)
     for nowhere in ([EXPERTS, -1], [-1, 1 << 20]):
@@ -144,7 +150,7 @@ def test_rows_and_columns_need_not_fill_tiles(hidden, inner):
 def test_every_way_of_sharing_k_among_warps_gives_the_same(tuning):
     """One warp holds no more than 8 of these 10 tiles at once."""
     torch.manual_seed(6)
-    gate_up, down = pair(1280, 384, torch.float16)
+    gate_up, down = operand(2 * 384, 1280, torch.float16), operand(64, 384, torch.float16)
     given = token(1280, 1, torch.float16)
     expected = experts_reference(*given, gate_up, down)
     assert error(experts(*given, gate_up, down, tuning), expected) < bound(torch.float16)
