@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scalegate.kernels.states.short_convolution import short_convolution
+from scalegate.kernels.states.short_convolution import TOKENS, short_convolution
 from scalegate.tests.exhaustive import exhaustive_but
 from scalegate.tests.kernels.interpreted.ragged_states import DEVICE, STEPS, Step
 from scalegate.tests.rounding_bounds import UNIT_ROUNDOFF
@@ -55,6 +55,11 @@ def check(step: Step, layer: Layer) -> None:
 @pytest.mark.parametrize(("channels", "width"), exhaustive_but([(20, 4), (300, 3), (16, 2)], (20, 4)))
 def test_a_step_is_each_request_alone(name: str, dtype: torch.dtype, channels: int, width: int):
     check(STEPS[name], Layer(STEPS[name], channels, width, dtype))
+
+
+def test_a_block_of_tokens_begins_with_the_last_one_that_needs_a_state():
+    step = Step((TOKENS - 2, 20), (0, 5))
+    check(step, Layer(step, 20, 4, torch.float32))
 
 
 def test_without_a_bias():

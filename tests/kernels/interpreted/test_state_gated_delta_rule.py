@@ -9,6 +9,7 @@ from scalegate.kernels.states import gated_delta_rule as module
 from scalegate.kernels.states.batch import StateBatch
 from scalegate.kernels.states.gated_delta_rule import gated_delta_rule
 from scalegate.kernels.states.gated_delta_scan import EPSILON, Tiles
+from scalegate.kernels.states.row_strides import with_steady_rows
 from scalegate.tests.exhaustive import exhaustive_but
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -203,7 +204,18 @@ def test_views_with_strides_and_at_odd_addresses(by_channel, dtype):
         wide = each.new_full((*each.shape[:-1], each.shape[-1] + 3), 7.0)
         case.inputs[index] = wide[..., 1 : 1 + each.shape[-1]].copy_(each)
     case.inputs[2] = case.inputs[2].transpose(1, 2).contiguous().transpose(1, 2)
+    case.inputs[4] = case.inputs[4].t().contiguous().t()
     assert all(torch.equal(one, other) for one, other in zip(case.run(), wanted, strict=True))
+
+
+def test_only_rows_are_copied_whose_kernels_would_be_compiled_again_or_give_wrong_products():
+    heads = torch.zeros(9, 2, 3 * 8)  # as many models have queries, keys and values: views of one tensor
+    for view in (heads, heads[..., 8:16], heads[:5], heads[:1]):
+        assert with_steady_rows(view) is view
+    by_head, odd = torch.zeros(2, 9, 8).transpose(0, 1), torch.zeros(9, 2, 9)
+    for view in (by_head, heads[..., ::3], heads[..., 1:9], odd[..., :8], torch.zeros(2, 9).t()):
+        copied = with_steady_rows(view)
+        assert copied is not view and copied.is_contiguous() and copied.shape == view.shape
 
 
 def test_rows_that_are_no_multiples_of_16_bytes():

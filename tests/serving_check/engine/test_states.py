@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import inspect
 import logging
 import re
+import textwrap
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ import transformers
 from packaging.version import Version
 from scalegate.base.errors import UserError
 from scalegate.layouts.kv.format import KV_FORMATS
-from scalegate.serving_check.engine import kv_pool, state_modules
+from scalegate.serving_check.engine import kv_pool, state_layers, state_modules
 from scalegate.serving_check.engine.attention import UNSTATED_CONTEXT, context_length, served_layers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
+from scalegate.tests.exhaustive import exhaustive_but
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -239,3 +243,37 @@ def test_an_unknown_state_is_refused_by_name(monkeypatch):
     model = AutoModelForCausalLM.from_config(config_of("minimax")).eval()
     with pytest.raises(UserError, match="MiniMaxLightningAttention keeps a state of an unknown kind"):
         Engine(model, EngineOptions(device="cpu", max_model_len=64), frozenset())
+
+
+BEFORE_5_21 = (
+    (r"(\w+)\.get_(conv|recurrent)_state\(self\.layer_idx[^)]*\)", r"\1.layers[self.layer_idx].\2_states[0]"),
+    (r"(\w+)\.is_recording_past\(self\.layer_idx\)", r"\1.layers[self.layer_idx].record_past"),
+    (
+        r"\b(cache|cache_params|past_key_values) is not None",
+        r"(\g<0> and \1.has_previous_state(self.layer_idx))",
+    ),
+)
+"""How transformers 5.21 and later reads a cache, and how 5.17 to 5.20 read it."""
+
+
+def read_as_before_5_21(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the forward of a module's class read its cache in the older way."""
+    written = inspect.unwrap(type(module).forward)
+    text = textwrap.dedent(inspect.getsource(written))
+    for newer, older in BEFORE_5_21:
+        text = re.sub(newer, older, text)
+    made = dict(written.__globals__)
+    exec(text, made)
+    assert not set(inspect.unwrap(made["forward"]).__code__.co_names) & state_layers.ASKS_FOR_STATES
+    monkeypatch.setattr(type(module), "forward", made["forward"])
+
+
+@pytest.mark.parametrize("kind", exhaustive_but(["qwen3_5_text", "lfm2", "bamba", "zamba"], "qwen3_5_text"))
+def test_caches_are_read_in_the_way_of_older_transformers_too(kind, monkeypatch):
+    wanted = expected(kind)
+    classes = {
+        type(module): module for module in source(kind).modules() if state_layers.keeps_a_state(module)
+    }
+    for module in classes.values():
+        read_as_before_5_21(module, monkeypatch)
+    assert answers(engine_of(kind, prefill_chunk=13)) == wanted

@@ -38,9 +38,10 @@ class CausalAttention:
         ).transpose(1, 2)
 
 
-def make(architecture: str):
+def make(architecture: str, dtype: torch.dtype = torch.float32, **sizes: int):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SIZES)).eval()
+    config = AutoConfig.for_model(architecture, **SIZES | sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     attention_layers(model)
 
     @torch.no_grad()
@@ -80,6 +81,23 @@ def test_the_input_norm_of_every_layer_after_the_first_is_computed_by_the_one_be
     with CompiledLayers(model, chain):
         assert torch.equal(run(), wanted)
     assert torch.equal(run(21), shorter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_that_ask_their_norm_for_its_weight_are_fused_too(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Mamba converts a layer's input to the dtype of its norm's weight; between bf16 layers it is float32."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    sizes = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16}
+    model, run = make("mamba2", dtype, **sizes)
+    wanted = run()
+    chain = fuse_across_layers(model_layers(model), run)
+    assert len(chain.successors) == (5 if dtype == torch.float32 else 2)
+    assert torch.equal(run(), wanted)
+    with CompiledLayers(model, chain):
+        assert torch.equal(run(), wanted)
+    assert torch.equal(run(), wanted)
 
 
 def test_alike_layers_share_one_trace_though_the_first_computes_its_own_norm(compilations: list):
