@@ -145,13 +145,8 @@ def tiles_of(query: Tensor, key: Tensor, value: Tensor, by_channel: bool) -> Til
     block.
     """
     keys = padded(key.shape[2])
-    itemsize = operand_type(query, key, value)[0].itemsize
-    wide = itemsize == 4
-    if any(
-        width * size % ALIGNMENT
-        for width in (key.shape[2], value.shape[2])
-        for size in (itemsize, query.itemsize, key.itemsize, value.itemsize)
-    ):
+    wide = operand_type(query, key, value)[0].itemsize == 4
+    if key.shape[2] % ALIGNMENT or value.shape[2] % ALIGNMENT:
         return None
     if keys <= 128:
         values = 16 if wide or (by_channel and keys <= 64) else 32

@@ -1,15 +1,15 @@
 """Inputs [T, H] and [T, H, D] as kernels take them that must not compile again in a later step.
 
 Triton compiles a kernel anew for strides that are 1 or multiples of 16. So a stride must not follow the
-number of tokens.
+number of tokens. Of a stride that is no multiple of 16 elements it does not know that rows are aligned, and
+on Hopper Triton 3.6 may give wrong products in loops over such rows: 8 columns of bf16 gave errors of 59%.
 """
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes that are copied at a time. On Hopper, Triton 3.6 may give wrong products in loops over rows that
-begin elsewhere."""
+"""Of a row's first byte, and in elements of the strides between rows."""
 
 
 def with_steady_rows(tensor: Tensor) -> Tensor:
@@ -20,8 +20,7 @@ def with_steady_rows(tensor: Tensor) -> Tensor:
     steady = strides[-1] == 1
     if tensor.ndim == 3:
         steady &= len(tensor) == 1 or strides[0] >= strides[1]
-        rows = [stride * tensor.itemsize for stride in token_and_head(tensor)]
-        steady &= all(begin % ALIGNMENT == 0 for begin in (tensor.data_ptr(), *rows))
+        steady &= all(each % ALIGNMENT == 0 for each in (tensor.data_ptr(), *token_and_head(tensor)))
     return tensor if steady else tensor.clone(memory_format=torch.contiguous_format)
 
 
