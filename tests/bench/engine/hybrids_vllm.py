@@ -3,7 +3,8 @@
     python -P tests/bench/engine/hybrids_vllm.py FOLDER MAX_MODEL_LEN MAX_NUM_SEQS SHARE_OF_MEMORY
 
 FOLDER has a config.json; weights are random. vLLM is as it is by default, but for CUDA graphs of every size
-of batch that is measured, and without prefix caching and tokenizer.
+of batch that is measured, and without prefix caching and tokenizer. Prompts of the gated delta rule take its
+Triton kernels: FlashInfer's, its default on Hopper, compile for minutes with the first prompt.
 """
 
 import json
@@ -25,6 +26,7 @@ def main() -> None:
         max_num_seqs=int(most),
         enable_prefix_caching=False,
         gpu_memory_utilization=float(share),
+        additional_config={"gdn_prefill_backend": "triton"},
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
     )
     print(json.dumps({"ready": True}), flush=True)
