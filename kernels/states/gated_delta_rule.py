@@ -16,8 +16,8 @@ head's state in registers, so S is read for k^T S and q^T S together, before it 
     out = a q^T S + (q · k) d
     S   = a S + k d^T
 
-The states' bytes take 88% of the time with 128 requests, 72% with 8 (H = 32, K = V = 128, by the speed of a
-copy on the same H100, `tests/bench/kernels/states.py`, November 2026).
+The states' bytes take 88% of the time with 128 requests, 61% with 8 (H = 32, K = V = 128, by the speed of a
+copy on the same H200, `tests/bench/kernels/states.py`, November 2026).
 
 Requests with more than one token are left to `gated_delta_scan.py`. If K is too large for a scan, or K or V
 is no multiple of 16, prompts take the step's kernel too, token by token.
