@@ -48,7 +48,7 @@ LEVELS = {
     "pipeline": (13, 11, 45),
     "pipeline.quantization": (10, 7, 23),
     "serving_check": (12, 6, 27),
-    "serving_check.engine": (28, 8, 86),
+    "serving_check.engine": (29, 8, 88),
 }
 """Rooms, floors and arrows of a folder's own level, at most.
 

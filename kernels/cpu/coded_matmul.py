@@ -48,16 +48,25 @@ class Kernel(NamedTuple):
 
 def matmul(x: Tensor, packed: PackedCodes, group_size: int, compiled: Kernel) -> Tensor:
     """Multiply x [M, K], contiguous, in the kernel's dtype, to [M, N'] in that dtype."""
-    m, k = x.shape
-    codes, scales, factor = packed
-    n = codes.shape[0] * BLOCK
-    y = x.new_empty(m, n)
-    parallel = gomp_parallel() if n * k * (m + 1) >= ALONE else 0
-    compiled.product(
-        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), factor.data_ptr(), y.data_ptr(), m, n, k,
-        group_size, compiled.part, parallel, torch.get_num_threads(),
-    )  # fmt: skip
-    return y
+    return product_by(packed, x.shape[1], group_size, compiled)(x)
+
+
+def product_by(packed: PackedCodes, k: int, group_size: int, compiled: Kernel) -> Callable[[Tensor], Tensor]:
+    """Return `matmul` by one weight, which looks up only what differs from call to call."""
+    weight = packed.codes.data_ptr(), packed.scales.data_ptr(), packed.factor.data_ptr()
+    n = packed.codes.shape[0] * BLOCK
+    sizes = n, k, group_size, compiled.part
+    product, gomp = compiled.product, gomp_parallel()
+
+    def multiply(x: Tensor) -> Tensor:
+        _ = packed  # whose memory is read
+        m = x.shape[0]
+        y = x.new_empty(m, n)
+        parallel = gomp if n * k * (m + 1) >= ALONE else 0
+        product(x.data_ptr(), *weight, y.data_ptr(), m, *sizes, parallel, torch.get_num_threads())
+        return y
+
+    return multiply
 
 
 @functools.cache

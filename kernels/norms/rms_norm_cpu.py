@@ -2,9 +2,9 @@
 
     out[r, d] = weight[d] * round(x[r, d] / sqrt(mean(x[r] ** 2) + eps))
 
-The arithmetic is in fp32, except that the results of both products are rounded to the dtype, as in
-transformers. Sums have one order, so a row's bits do not depend on other rows. On CUDA, norms are compiled
-together with neighbouring operations instead.
+The kernel can add a residual to x first. The arithmetic is in fp32, except that sums of residuals and the
+results of both products are rounded to the dtype, as in transformers. Sums have one order, so a row's bits do
+not depend on other rows. On CUDA, norms are compiled together with neighbouring operations instead.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +44,22 @@ def rms_norm(dtype: torch.dtype) -> Kernel:
     # Raised where no folder can be written to.
     with contextlib.suppress(RuntimeError):
         compiled.enable_caching()
-    compiled.compile((*(types.int64,) * 5, types.float64))
+    compiled.compile((*(types.int64,) * 6, types.float64))
     compiled.disable_compile()
     return compiled
+
+
+@njit(error_model="numpy")
+def norm_row(x: Any, at: int, weight: Any, out: Any, dim: int, eps: float) -> None:
+    """Write the norm of x[at : at + dim] to out, which may be x, at the same place."""
+    even = odd = splat(ZERO)
+    for d in range(at, at + dim, 2 * WIDTH):
+        first, second = load(x, d), load(x, d + WIDTH)
+        even, odd = fma(first, first, even), fma(second, second, odd)
+    by = splat(ONE / np.sqrt(total(even + odd) / np.float32(dim) + np.float32(eps)))
+    for d in range(0, dim, WIDTH):
+        store(out, at + d, load(x, at + d) * by)  # rounds it
+        store(out, at + d, load(out, at + d) * load(weight, d))
 
 
 def _rms_norm(sources: str, zero: np.generic) -> Kernel:
@@ -54,21 +68,21 @@ def _rms_norm(sources: str, zero: np.generic) -> Kernel:
     zero: a number of the type that the tensors' memory is read as
     """
 
-    def rms_norm(x_at: int, weight_at: int, out_at: int, rows: int, dim: int, eps: float) -> None:
-        """Addresses of x and out, contiguous [rows, dim], and of the weight [dim]."""
+    def rms_norm(
+        x_at: int, added_at: int, weight_at: int, out_at: int, rows: int, dim: int, eps: float
+    ) -> None:
+        """Addresses of x, of what is added to x in place, and of out, all contiguous [rows, dim], and of the
+        weight [dim]. added_at is 0 if nothing is added.
+        """
         _ = sources
         size = rows * dim
         x, out = carray(pointer(x_at, zero), size), carray(pointer(out_at, zero), size)
-        weight = carray(pointer(weight_at, zero), dim)
+        weight, added = carray(pointer(weight_at, zero), dim), carray(pointer(added_at, zero), size)
         for row in range(0, size, dim):
-            even = odd = splat(ZERO)
-            for d in range(row, row + dim, 2 * WIDTH):
-                first, second = load(x, d), load(x, d + WIDTH)
-                even, odd = fma(first, first, even), fma(second, second, odd)
-            by = splat(ONE / np.sqrt(total(even + odd) / np.float32(dim) + np.float32(eps)))
-            for d in range(0, dim, WIDTH):
-                store(out, row + d, load(x, row + d) * by)  # rounds it
-                store(out, row + d, load(out, row + d) * load(weight, d))
+            if added_at:
+                for d in range(row, row + dim, WIDTH):
+                    store(x, d, load(x, d) + load(added, d))
+            norm_row(x, row, weight, out, dim, eps)
 
     return rms_norm
 

@@ -6,7 +6,6 @@ The kernel is `kernels/attention/paged/cpu_decode.py`, the reference `kernels/at
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +13,11 @@ from ...kernels.attention import reference
 from ...kernels.attention.options import AttentionOptions
 from ...kernels.attention.reference import GatheredPages, TokenGroup
 from .attention_metadata import AttentionMetadata, HostMetadata
-from .layer import StoredPages, Workspaces
+from .layer import StoredPages, Workspaces, by_token
 from .threads import Threads
 
 WORTH_A_THREAD = 512
 """Keys of all requests and heads together for which one more thread is worth waking: about 40 µs of work."""
-NO_SINKS = np.empty(0, np.float32)
 DECODED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -108,10 +106,10 @@ class CpuLayerKV:
             return with_padding(output, padded)
         assert self._decoder is not None
         if decodes == padded:
-            return self._decoder.attend(query, key, value, host, options)
+            return self._decoder.attend(query, key, value, metadata, options)
         first = slice(0, decodes)
         output = query.new_zeros(padded, query.shape[1], value.shape[2])
-        output[first] = self._decoder.attend(query[first], key[first], value[first], host, options)
+        output[first] = self._decoder.attend(query[first], key[first], value[first], metadata, options)
         if decodes < host.num_tokens:
             prompts = slice(decodes, host.num_tokens)
             output[prompts] = self._by_reference(query, key, value, metadata, options, prompts)
@@ -142,32 +140,43 @@ class _Decoder:
 
     def __init__(self, stored: StoredPages, workspaces: Workspaces):
         # Imported only where it is needed: importing numba takes half a second.
-        from ...kernels.attention.kvarn.cpu.compiled import numbers
-        from ...kernels.attention.paged.cpu_decode import decode_kernel
+        from ...kernels.attention.paged.cpu_decode import decode_kernel, layer_numbers
 
-        self._numbers = numbers
-        self._kernel = decode_kernel(stored.key_pages.dtype)
-        self._pages = numbers(stored.key_pages), numbers(stored.value_pages)
+        self._dtype = stored.key_pages.dtype
+        self._kernel = decode_kernel(self._dtype)
+        self._layer = layer_numbers(stored.key_pages, stored.value_pages)
+        self._layer_at = self._layer.ctypes.data
         self._heads, self._value_dim = stored.value_pages.shape[2:]
         self._threads = workspaces.get(Threads, Threads)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, host: HostMetadata, options: AttentionOptions
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend for one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
-        count, units, numbers = len(query), len(query) * self._heads, self._numbers
+        # The kernel gets addresses, so nothing else would notice another dtype.
+        if not query.dtype is key.dtype is value.dtype is self._dtype:
+            raise TypeError(f"pages of {self._dtype} take no {query.dtype}, {key.dtype} and {value.dtype}")
+        count, units = query.shape[0], query.shape[0] * self._heads
+        query, key, value = by_token(query), by_token(key), by_token(value)
         output = query.new_empty(count, query.shape[1], self._value_dim)
-        lengths = host.seq_lens[:count]
-        flat_query, flat_output = numbers(query.contiguous()).reshape(-1), numbers(output).reshape(-1)
+        table, lengths = metadata.block_table, metadata.seq_lens
+        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         before = (
-            *(flat_query, numbers(key), numbers(value), flat_output, *self._pages),
-            *(host.block_table[:count], lengths, options.window),
+            *(self._layer_at, query.data_ptr(), key.data_ptr(), value.data_ptr()),
+            *(output.data_ptr(), query.stride(0), key.stride(0), value.stride(0)),
+            query.shape[1] // self._heads,
+            *(table.data_ptr(), table.stride(0), lengths.data_ptr(), count, options.window),
+            0 if sinks is None else sinks.data_ptr(),
         )
-        sinks = NO_SINKS if options.sinks is None else options.sinks.detach().float().contiguous().numpy()
-        behind = options.scale, options.softcap or 0.0, sinks
+        behind = options.scale, options.softcap or 0.0
         shares = min(units, torch.get_num_threads())
         if shares > 1:
-            shares = max(1, min(shares, int(lengths.sum()) * self._heads // WORTH_A_THREAD))
+            shares = max(1, min(shares, int(lengths[:count].sum()) * self._heads // WORTH_A_THREAD))
         if shares == 1:
             self._kernel(*before, 0, units, *behind)
             return output

@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, library, nn
 from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.weight_format import WeightFormat, spec_from_json, spec_to_json
 from ..packing.all_layouts import LAYOUTS
-from ..packing.layout import InputScalesLayout, Layout, PackedWeight, rounds_inputs
+from ..packing.layout import BindingLayout, InputScalesLayout, Layout, PackedWeight, rounds_inputs
 
 INPUT_BUFFER = "input_{}"
 
@@ -81,6 +82,16 @@ class QuantizedLinear(nn.Module):
         if len(shape) == 3:
             return y.view(shape[0], shape[1], self.out_features)
         return y.view(*shape[:-1], self.out_features)
+
+    def product_of_rows(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the product of x [M, K], contiguous, by the weight where it is now, for callers who repeat
+        it on a CPU; None if this module does more than multiply.
+        """
+        if self._rounds_before or self._has_bias:
+            return None
+        if isinstance(self.layout, BindingLayout):
+            return self.layout.product_by(self._packed)
+        return partial(self.layout.matmul, packed=self._packed)
 
     def extra_repr(self) -> str:
         text = (

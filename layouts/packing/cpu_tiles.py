@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES
 from ...kernels.cpu import code_packing
-from ...kernels.cpu.code_packing import Codes, PackedCodes, Scales
+from ...kernels.cpu.code_packing import BLOCK, Codes, PackedCodes, Scales
 from ...kernels.iq2_xxs.grid import MAGNITUDES, grid, signs
 from ..formats import iq2_xxs, nvfp4
 from ..formats.int4 import Int4, Int4Weight, unpack_nibbles
@@ -59,27 +59,28 @@ class CpuTiles:
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, packed._asdict(), attributes)
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        tensors, attributes, dtype = packed.tensors, packed.attributes, packed.dtype
-        # A plain number has a quicker hash than an enum's member, and every layer of every step comes here.
-        multiply, kernel = _kernel(dtype, self.codes.value, attributes["scales"])
-        if kernel.dtype is not dtype:
-            x = x.to(kernel.dtype)
+        return self.product_by(packed)(x)
+
+    def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
+        tensors, attributes, dtype, (n, k) = packed.tensors, packed.attributes, packed.dtype, packed.shape
+        product_by, kernel = _kernel(dtype, self.codes.value, attributes["scales"])
         codes = PackedCodes(tensors["codes"], tensors["scales"], tensors["factor"])
-        y = multiply(x, codes, attributes["group_size"], kernel)
-        if y.shape[1] != packed.shape[0]:
-            y = y[:, : packed.shape[0]]
-        return y if kernel.dtype is dtype else y.to(dtype)
+        multiply = product_by(codes, k, attributes["group_size"], kernel)
+        if kernel.dtype is dtype and n % BLOCK == 0:
+            return multiply
+        return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype)
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, codes: int, scales: int) -> tuple[Callable[..., Tensor], Any]:
-    """Return the product's function and the compiled kernel that it takes, for activations of `dtype`.
+def _kernel(dtype: torch.dtype, codes: int, scales: int) -> tuple[Callable[..., Any], Any]:
+    """Return what makes products by a weight, and the compiled kernel that it takes, for activations of
+    `dtype`.
 
     The kernel's modules are imported only here, because numba takes half a second to import.
     """
-    from ...kernels.cpu.coded_matmul import instructions_for, kernel, matmul
+    from ...kernels.cpu.coded_matmul import instructions_for, kernel, product_by
 
-    return matmul, kernel(instructions_for(dtype), Codes(codes), Scales(scales))
+    return product_by, kernel(instructions_for(dtype), Codes(codes), Scales(scales))
 
 
 def _arrange_int4(weight: Int4Weight) -> tuple[PackedCodes, Scales, int]:

@@ -4,7 +4,7 @@ There is one file in this folder for each layout; `all_layouts.py` registers the
 contract, and the reasons for refusing a problem that all layouts share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -187,6 +187,15 @@ class ExpertsLayout(Protocol):
         x: [T, K], row t for each of token t's experts; or [T * top_k, K], a row for each; contiguous
         y: [T * top_k, N]. On CUDA the method must not wait for the device, since it runs inside CUDA graphs.
         """
+        ...
+
+
+@runtime_checkable
+class BindingLayout(Protocol):
+    """A layout whose product costs less if what does not differ from call to call is looked up once."""
+
+    def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
+        """Return `matmul` by this weight, whose tensors stay where they are."""
         ...
 
 

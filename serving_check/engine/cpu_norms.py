@@ -23,10 +23,10 @@ class CpuRMSNorm(nn.Module):
     def __init__(self, norm: nn.Module, eps: float):
         super().__init__()
         self.norm = norm
-        self._eps = eps
+        self.eps = eps
         self._dtype = self.weight.dtype
-        self._contiguous_weight = self.weight.detach().contiguous()
-        self._dim = len(self._contiguous_weight)
+        self.contiguous_weight = self.weight.detach().contiguous()
+        self._dim = len(self.contiguous_weight)
 
     @property
     def weight(self) -> Tensor:
@@ -41,9 +41,9 @@ class CpuRMSNorm(nn.Module):
             return self.norm(x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        compiled, weight = rms_norm(self._dtype), self._contiguous_weight
+        compiled, weight = rms_norm(self._dtype), self.contiguous_weight
         rows = x.numel() // self._dim
-        compiled(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, self._dim, self._eps)
+        compiled(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), rows, self._dim, self.eps)
         return out
 
 

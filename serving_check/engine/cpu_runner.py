@@ -45,6 +45,8 @@ class CpuRunner:
             model, layers, pool.layers, as_op=False, states=pool.states, long_requests=self._long_requests
         )
         self._keeps_bits = batch_invariance != "tuned"
+        if model.device.type == "cpu" and not self._keeps_bits:
+            self._forward.decode_without_modules()
         largest = max(largest_chunk + self._max_requests, CPU_ROWS)
         self._buffers = StepBuffers(
             pool.block_table,

@@ -5,6 +5,7 @@ embeddings, activations and residuals; attention and packed products keep their 
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from .special_attention.long_rope import LongRequests, long_tokens
 from .special_attention.sparse_attention import unread_mask
 from .state_layers import STATES_AS_OP, States, StepStates, taking_states
 from .step_ops import ATTENTION_AS_OP, NO_STORAGE, Step, running
+
+if TYPE_CHECKING:
+    from .dense.decoder import DenseDecoder
 
 
 class Forward:
@@ -50,6 +54,7 @@ class Forward:
         self.as_op = as_op
         self._mask = unread_mask(model, model.device)
         self.states = states or {}
+        self._dense: DenseDecoder | None = None
         self.long_requests = long_requests
         self._batch_invariance = batch_invariance
         self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
@@ -71,6 +76,10 @@ class Forward:
         if self.as_op:
             return self._run_with_ops(token_ids, metadata.positions, Step(attention, states), logits_indices)
         is_column = logits_indices is None
+        dense = self._dense
+        if is_column and dense is not None and not dense.is_hooked and metadata.host is not None:
+            longest = int(metadata.host.seq_lens.max())
+            return dense(token_ids, metadata.positions, longest, attention)
         logits = self._run(token_ids, metadata.positions, attention, states, logits_indices, int(is_column))
         return logits.flatten(0, 1)
 
@@ -80,6 +89,18 @@ class Forward:
         for tuning in self._tunings:
             with CompiledLayers(self.model, chain, tuning, self._batch_invariance):
                 self._trace(tuning.traced_tokens)
+
+    def decode_without_modules(self) -> None:
+        """Run decode steps without transformers' modules if the model is dense and the bits stay the same."""
+        # Imported only here: it imports numba, which takes half a second.
+        from .dense.decoder import dense_decoder
+
+        if not self.states and self.long_requests is None:
+            self._dense = dense_decoder(self.model, self._column)
+
+    def _column(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Run a decode step of a model without states."""
+        return self._run(token_ids, positions, attention, STATES_AS_OP, None, 1).flatten(0, 1)
 
     def _trace(self, count: int) -> None:
         zeros = torch.zeros(count, dtype=torch.int64, device=self.model.device)

@@ -11,6 +11,8 @@ about 0.5 µs a call, which is in the figures. Not for the HTTP side: cpu_server
 import argparse
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -83,14 +85,34 @@ def wrap_model(model: Any, parts: Parts) -> None:
         parts.wrap("rotary embedding: applied", modeling, "apply_rotary_pos_emb")
 
 
+def wrap_decoder(forward: Any, parts: Parts) -> None:
+    """Time the parts of decode steps that call no modules of the model's."""
+    parts.wrap("step's own", forward, "_compute")
+    decoder = forward._dense
+    if decoder is None:
+        return
+    parts.wrap("norms, residuals", decoder, "_rms_norm")
+    parts.wrap("rotary embedding, norms of heads", decoder, "_rotate")
+    parts.wrap("product: logits", decoder, "_head")
+    timed = partial(parts.timed, "product: layers")
+    decoder._layers = [
+        replace(
+            layer,
+            **{name: timed(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")},
+        )
+        for layer in decoder._layers
+    ]
+
+
 def profile(folder: str, counts: list[int], steps: int) -> list[dict[str, Any]]:
     rows = []
     with LLM(folder, progress=False, max_num_seqs=max(counts)) as llm:
         engine, parts = llm._engine, Parts()
-        attend = PagedAttention.attend
-        PagedAttention.attend = parts.timed("attention over pages", attend)  # type: ignore[method-assign]
-        wrap_model(engine.runner.model, parts)
+        attend = PagedAttention.layer
+        PagedAttention.layer = parts.timed("attention over pages", attend)  # type: ignore[method-assign]
         runner = engine.runner
+        wrap_model(runner.model, parts)
+        wrap_decoder(runner._forward, parts)
         parts.wrap("staging the step", runner._buffers, "stage")
         parts.wrap("staging the step", runner._buffers, "input")
         parts.wrap("drawing tokens", runner, "_draw")
@@ -99,7 +121,7 @@ def profile(folder: str, counts: list[int], steps: int) -> list[dict[str, Any]]:
         for count in counts:
             rows.append({"m": count, **one_count(engine, parts, count, steps)})
             print(folder, rows[-1], flush=True)
-        PagedAttention.attend = attend  # type: ignore[method-assign]
+        PagedAttention.layer = attend  # type: ignore[method-assign]
     return rows
 
 

@@ -1,0 +1,133 @@
+"""Decode steps without transformers' modules: the same tokens as with them, and only for models they fit."""
+
+import copy
+
+import pytest
+import torch
+from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
+from scalegate.serving_check.engine.attention import attention_layers
+from scalegate.serving_check.engine.dense.decoder import DenseDecoder
+from scalegate.serving_check.engine.engine import Engine
+from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.request import SamplingParams
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+DENSE = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2, with biases": Qwen2Config(**SIZES | {"hidden_size": 128}),
+    "qwen3, with norms of heads": Qwen3Config(**SIZES),
+    "mistral, with a sliding window": MistralConfig(**SIZES, sliding_window=24),
+    "llama with yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+}
+OTHERS = {
+    "granite multiplies residuals": GraniteConfig(**SIZES, residual_multiplier=0.5),
+    "gemma2 has more norms": Gemma2Config(**SIZES),
+    "angles depend on the length": LlamaConfig(**SIZES, rope_parameters=DYNAMIC),
+    "norms of 48 numbers are not compiled": LlamaConfig(**SIZES | {"hidden_size": 48}),
+}
+LENGTHS = (1, 2, 30, 71)
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+
+
+def merged_model(config, dtype=torch.bfloat16) -> PreTrainedModel:
+    """A model with random weights, merged as a loader merges them."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    merge_unquantized(model, layers_with_one_input(model, lambda: attention_layers(model)))
+    return model
+
+
+def engine_of(model: PreTrainedModel, **options) -> Engine:
+    return Engine(model, EngineOptions(max_num_seqs=8, kv_cache_tokens=4096, **options), frozenset())
+
+
+def decoder_of(engine: Engine) -> DenseDecoder | None:
+    return engine.runner._forward._dense
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    prompts = [[(11 * index + length) % 512 for index in range(length)] for length in LENGTHS]
+    return [each.token_ids for each in engine.generate(prompts, GREEDY)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("config", DENSE.values(), ids=DENSE)
+def test_tokens_are_those_of_transformers_modules(config, dtype):
+    engine = engine_of(merged_model(config, dtype))
+    assert decoder_of(engine) is not None
+    without_modules = answers(engine)
+    engine.runner._forward._dense = None
+    assert without_modules == answers(engine)
+    assert len(set(without_modules[0])) > 2, "a model that repeats itself would hide faults"
+
+
+@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+def test_another_model_keeps_its_modules(config):
+    assert decoder_of(engine_of(merged_model(config))) is None
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "kvarn_k4v4_g64"])
+def test_padded_steps_give_the_same_tokens_in_every_kind_of_pages(name):
+    found = []
+    for is_dense in (True, False):
+        engine = engine_of(
+            merged_model(LlamaConfig(**SIZES | {"head_dim": 64})), kv_cache_dtype=name, decode_buckets=(8,)
+        )
+        assert decoder_of(engine) is not None
+        if not is_dense:
+            engine.runner._forward._dense = None
+        found.append(answers(engine))
+    assert found[0] == found[1]
+
+
+def test_angles_past_the_first_ones_are_computed():
+    engine = engine_of(merged_model(LlamaConfig(**SIZES)))
+    prompt = [[index % 512 for index in range(1020)]]
+    decoder, without_modules = decoder_of(engine), engine.generate(prompt, GREEDY)
+    assert len(decoder._angles[0]) == 2048
+    engine.runner._forward._dense = None
+    assert without_modules[0].token_ids == engine.generate(prompt, GREEDY)[0].token_ids
+
+
+def test_a_hook_is_called_in_every_step():
+    model = merged_model(LlamaConfig(**SIZES))
+    engine, calls = engine_of(model), []
+    expected = answers(engine)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    assert answers(engine) == expected
+    assert len(calls) >= GREEDY.max_tokens
+    hook.remove()
+    calls.clear()
+    assert answers(engine) == expected and not calls
+
+
+def test_batch_invariant_steps_keep_their_modules():
+    assert decoder_of(engine_of(merged_model(LlamaConfig(**SIZES)), batch_invariance="pin")) is None
