@@ -111,7 +111,7 @@ def score(run: Run, findings: Findings, served: RunFigures) -> Scores:
         return Scores(
             scored(served.canary, scorer.baseline_nats),
             scored(served.baseline_canary, scorer.baseline_nats),
-            tuple(map(scorer, served.texts)),
+            scorer.texts(served.texts),
             scorer.answers_in_use(in_use),
         )
 

@@ -6,8 +6,8 @@ While the servers run, both models stay in memory if there is room for them.
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from ...base.progress import progress_bar
 from ...layouts.modules.experts import PackedExperts, is_experts, parameters_of
 from ...layouts.modules.linear import QuantizedLinear, packed_layers
 from ...layouts.modules.merged_linear import MergedLinear
-from ...serving_check.checks.served_text import SHOWN_CHARACTERS, text_score, tokens_off
+from ...serving_check.checks.served_text import SHOWN_CHARACTERS, may_be_baselines, tokens_off
 from ...serving_check.draws import draws_of
 from ...serving_check.engine.offline.stored_kv import StoredKVModel
 from ...serving_check.engine.options import UNQUANTIZED
@@ -35,7 +35,6 @@ from ...serving_check.quality import (
     compare_domains,
     continuation_nats,
     continuations_logits,
-    greedy_gaps,
     log_probabilities,
 )
 from ...serving_check.workload.planned_request import WHOLE, Adjustments, Truncation
@@ -151,56 +150,84 @@ class TextScorer:
         """Return the mean nats per token under the baseline."""
         return continuation_nats(self._baseline, prompt, continuation)
 
-    def __call__(self, served: ServedText) -> TextScore:
-        """Compare an answer's tokens with the logits of either model."""
-        ours = greedy_gaps(self._artifact, served.prompt, served.tokens)
-        theirs = greedy_gaps(self._baseline, served.prompt, served.tokens)
-        return text_score(served.m, ours, theirs, served.text)
+    def texts(self, served: Sequence[ServedText]) -> tuple[TextScore, ...]:
+        """Compare the answers' tokens with the artifact's logits, and with the baseline's if that can tell
+        anything."""
+        # Of similar lengths, so that those that are computed together end together.
+        ordered = sorted(served, key=self._length)
+        off = list(_tokens_off(self._artifact, ordered))
+        baseline_off = self._baseline_off(ordered, off)
+        scores = [
+            TextScore(text.m, len(text.tokens), ours, theirs, text.text[:SHOWN_CHARACTERS])
+            for text, ours, theirs in zip(ordered, off, baseline_off, strict=True)
+        ]
+        return tuple(sorted(scores, key=lambda score: score.m))
 
     def answers_in_use(self, served: Sequence[ServedInUse]) -> tuple[AnswerInUse, ...]:
-        """Compare the answers' tokens with the artifact's logits, and greedy tokens with the baseline's as
-        well."""
-        # Of similar lengths, so that those that are computed together end together.
+        """Compare the answers' tokens with the artifact's logits, and greedy tokens with the baseline's if
+        that can tell anything."""
+        ordered = sorted(served, key=self._length)
+        logits = _logits_of(self._artifact, ordered)
+        scored = [_answer_in_use(answer, rows) for answer, rows in zip(ordered, logits, strict=True)]
+        greedy = [at for at, answer in enumerate(ordered) if answer.kind != "sampled"]
+        off = self._baseline_off([ordered[at] for at in greedy], [scored[at].off for at in greedy])
+        for at, baseline_off in zip(greedy, off, strict=True):
+            scored[at] = replace(scored[at], baseline_off=baseline_off)
+        return tuple(scored)
+
+    def _length(self, served: ServedText | ServedInUse) -> int:
+        """Return the number of tokens that count for the time to score an answer: those that are read at
+        once, or those that are decoded."""
         is_decoded = isinstance(self._artifact, StoredKVModel)
-        ordered = sorted(served, key=lambda answer: len(answer.tokens) if is_decoded else answer.context)
-        theirs = _logits_of(self._baseline, [answer for answer in ordered if answer.kind != "sampled"])
-        return tuple(
-            self._answer_in_use(answer, logits, None if answer.kind == "sampled" else next(theirs))
-            for answer, logits in zip(ordered, _logits_of(self._artifact, ordered), strict=True)
-        )
+        return len(served.tokens) + (0 if is_decoded else len(served.prompt))
 
-    def _answer_in_use(self, served: ServedInUse, logits: Tensor, baseline: Tensor | None) -> AnswerInUse:
-        """Return the scored answer.
-
-        logits: the artifact's logits [tokens, V]. baseline: the baseline's, of a greedy answer; else None
+    def _baseline_off(
+        self, greedy: Sequence[ServedText | ServedInUse], off: Sequence[int]
+    ) -> Iterable[int | None]:
+        """Yield how many tokens of each answer are off by the baseline's logits; None for each if too few are
+        off by the artifact's for a comparison.
         """
-        logits = _as_asked(logits, served)
-        draws, baseline_off = None, 0
-        if baseline is None:
-            name = f"{served.seed} {served.choice} {served.prompt}"
-            draws = draws_of(logits, served.tokens, served.temperature, name)
-        else:
-            baseline_off = tokens_off(below_best(_as_asked(baseline, served), served.tokens))
-        errors = None
-        if served.logprobs is not None:
-            errors = logprob_errors(served.logprobs, log_probabilities(logits, served.tokens))
-        return AnswerInUse(
-            kind=served.kind,
-            prompt_tokens=len(served.prompt),
-            tokens=len(served.tokens),
-            m=served.m,
-            prompts_beside=served.prompts_beside,
-            off=tokens_off(below_best(logits, served.tokens)),
-            baseline_off=baseline_off,
-            beginning=served.text[:SHOWN_CHARACTERS],
-            draws=draws,
-            logprob_errors=errors,
-            alternatives_error=alternatives_error(served.alternatives, logits),
-            repeats_other_seed=served.repeats_other_seed,
-            choice=served.choice,
-            is_chat=served.is_chat,
-            is_streamed=served.is_streamed,
-        )
+        if may_be_baselines(sum(off)):
+            return _tokens_off(self._baseline, greedy)
+        return [None] * len(greedy)
+
+
+def _tokens_off(model: nn.Module, greedy: Sequence[ServedText | ServedInUse]) -> Iterator[int]:
+    for answer, logits in zip(greedy, _logits_of(model, greedy), strict=True):
+        logits = _as_asked(logits, answer) if isinstance(answer, ServedInUse) else logits.float()
+        yield tokens_off(below_best(logits, answer.tokens))
+
+
+def _answer_in_use(served: ServedInUse, logits: Tensor) -> AnswerInUse:
+    """Return the scored answer, without the baseline's logits.
+
+    logits: the artifact's logits [tokens, V]
+    """
+    logits = _as_asked(logits, served)
+    draws = None
+    if served.kind == "sampled":
+        name = f"{served.seed} {served.choice} {served.prompt}"
+        draws = draws_of(logits, served.tokens, served.temperature, name)
+    errors = None
+    if served.logprobs is not None:
+        errors = logprob_errors(served.logprobs, log_probabilities(logits, served.tokens))
+    return AnswerInUse(
+        kind=served.kind,
+        prompt_tokens=len(served.prompt),
+        tokens=len(served.tokens),
+        m=served.m,
+        prompts_beside=served.prompts_beside,
+        off=tokens_off(below_best(logits, served.tokens)),
+        baseline_off=0,
+        beginning=served.text[:SHOWN_CHARACTERS],
+        draws=draws,
+        logprob_errors=errors,
+        alternatives_error=alternatives_error(served.alternatives, logits),
+        repeats_other_seed=served.repeats_other_seed,
+        choice=served.choice,
+        is_chat=served.is_chat,
+        is_streamed=served.is_streamed,
+    )
 
 
 def logprob_errors(told: Sequence[float | None], expected: Sequence[float]) -> tuple[float, float]:
@@ -247,7 +274,7 @@ class ReadsTexts(Protocol):
         """Yield, for each prompt and its continuation, the logits [tokens, V] of the continuation."""
 
 
-def _logits_of(model: nn.Module, served: Sequence[ServedInUse]) -> Iterator[Tensor]:
+def _logits_of(model: nn.Module, served: Sequence[ServedText | ServedInUse]) -> Iterator[Tensor]:
     """Yield the logits of each answer [tokens, V]; many are computed together."""
     texts = [(answer.prompt, answer.tokens) for answer in served]
     if isinstance(model, ReadsTexts):

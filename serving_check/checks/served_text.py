@@ -6,7 +6,7 @@ way.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..evidence.answer_figures import AnswerFigures
 from ..evidence.evidence import TextScore
@@ -31,17 +31,30 @@ SHOWN = 3
 SHOWN_CHARACTERS = 40
 
 
-def text_score(
-    m: int, artifact_gaps: Sequence[float], baseline_gaps: Sequence[float], text: str
-) -> TextScore:
-    """gaps: for each token, by how many nats it lies below the best token"""
-    off, baseline_off = tokens_off(artifact_gaps), tokens_off(baseline_gaps)
-    return TextScore(m, len(artifact_gaps), off, baseline_off, text[:SHOWN_CHARACTERS])
+def may_be_baselines(off: int) -> bool:
+    """Say whether so many tokens are off that, whatever the baseline's logits say, they may explain the texts
+    better than the artifact's do. If not, the baseline's logits need not be computed.
+    """
+    return is_baselines(off, 0)
+
+
+def is_baselines(off: int, baseline_off: int) -> bool:
+    """Say whether the baseline's logits surely explain the texts better than the artifact's logits do.
+
+    off, baseline_off: how many tokens are off by the artifact's logits, and by the baseline's
+    """
+    return off - baseline_off > SURELY * math.sqrt(off + baseline_off)
 
 
 def tokens_off(gaps: Sequence[float]) -> int:
     """Return how many tokens lie too far below the best one to be explained by rounding; NaN counts."""
     return sum(not gap <= LOGIT_TOLERANCE for gap in gaps)
+
+
+def sum_of_known(counts: Iterable[int | None]) -> int | None:
+    """Return the sum of `counts`; None if any of them is not known."""
+    known = list(counts)
+    return None if None in known else sum(count or 0 for count in known)
 
 
 def check_served_text(
@@ -56,7 +69,7 @@ def check_served_text(
     if not tokens:
         return CheckResult(NAME, "inconclusive", "nothing", bound, "no text was served under load")
     off = sum(score.off for score in scores)
-    baseline_off = sum(score.baseline_off for score in scores)
+    baseline_off = sum_of_known(score.baseline_off for score in scores)
     foreign = [
         score
         for score in scores
@@ -65,8 +78,7 @@ def check_served_text(
     artifact = {level.m: answers_of(level.artifact) for level in measured}
     baseline = {level.m: answers_of(level.baseline) for level in measured}
     problems = _changed(artifact)
-    is_baselines = off - baseline_off > SURELY * math.sqrt(off + baseline_off)
-    if is_baselines:
+    if is_baselines(off, baseline_off or 0):
         problems.append(
             f"{off} of {tokens} tokens are not the artifact's greedy choice, only {baseline_off} are not "
             "the baseline's: the artifact's server serves the baseline or a similar model"

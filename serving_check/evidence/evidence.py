@@ -64,8 +64,9 @@ class TextScore:
     off: int
     """Number of tokens whose logit in the artifact is too far below the best one to be explained by
     rounding."""
-    baseline_off: int
-    """The same number for the baseline's logits."""
+    baseline_off: int | None
+    """The same number for the baseline's logits; null if, over all answers, so few tokens are off that the
+    baseline's logits were not computed."""
     beginning: str
     """The first characters of the text."""
 

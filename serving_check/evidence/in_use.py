@@ -163,8 +163,9 @@ class AnswerInUse:
     off: int
     """Number of tokens too far below the artifact's best logit to be explained by rounding; in a sampled
     answer, number of tokens that were drawn although others are surely more likely."""
-    baseline_off: int
-    """The same number for a greedy answer under the baseline's logits; 0 for a sampled one."""
+    baseline_off: int | None
+    """The same number for a greedy answer under the baseline's logits; 0 for a sampled one; null if, over all
+    answers, so few tokens are off that the baseline's logits were not computed."""
     beginning: str
     """The first characters of the text."""
     draws: Draws | None = None

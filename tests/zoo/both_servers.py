@@ -111,7 +111,7 @@ class Zoo:
             limit=served.limit,
             compiled=served.compiled,
             packed=served.packed,
-            answers=tuple(map(self.score, served.texts)),
+            answers=self.score.texts(served.texts),
             repeated=served.repeated,
             together=served.together,
             in_use=scored_in_use(served, self.score),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...evidence.in_use import AnswerInUse
 from ...evidence.verdict import CheckResult, Status
 from ...settings import Bounds
-from ..served_text import FEWEST_OFF, LOGIT_TOLERANCE, SHOWN, SURELY
+from ..served_text import FEWEST_OFF, LOGIT_TOLERANCE, SHOWN, is_baselines, sum_of_known
 
 NAME = "text in use"
 FEWEST_RIGHT = 3
@@ -55,10 +55,10 @@ def check_text_in_use(answers: Sequence[AnswerInUse], bounds: Bounds) -> CheckRe
         return CheckResult(NAME, "inconclusive", "nothing", bound, reason)
     off = sum(answer.off for answer in greedy)
     group = _wrong_group(greedy, bounds)
-    baseline_off = sum(answer.baseline_off for answer in greedy)
+    baseline_off = sum_of_known(answer.baseline_off for answer in greedy)
     foreign = [answer for answer in greedy if _is_foreign(answer, bounds)]
     status: Status = "fail"
-    if off - baseline_off > SURELY * math.sqrt(off + baseline_off):
+    if is_baselines(off, baseline_off or 0):
         reason = (
             f"{off} of {tokens} tokens are not the artifact's greedy choice, only {baseline_off} are not "
             "the baseline's: the artifact's server serves the baseline or a similar model"

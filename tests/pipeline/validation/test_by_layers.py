@@ -142,7 +142,7 @@ def test_answers_are_scored_as_by_the_whole_model(two_layers: Path):
 def test_answers_in_use_are_read_with_the_others_up_to_a_bound(
     artifact: Path, two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    texts = [text.tolist() for text in windows(24, 30)]
+    texts = [text.tolist() for text in windows(32, 40)]
     answers = [
         ServedInUse(kind, tuple(ids[:16]), tuple(ids[16:]), "", temperature, 1, 1.0, 0)
         for kind, temperature, ids in (("greedy", 0.0, texts[0]), ("sampled", 1.0, texts[1]))
@@ -151,9 +151,9 @@ def test_answers_in_use_are_read_with_the_others_up_to_a_bound(
     run = SimpleNamespace(options=EngineOptions(device="cpu"), progress=False, **sides)
     served = SimpleNamespace(canary=[], baseline_canary=[], texts=[])
     greedy, sampled = by_layers.scorer_by_layers(run, served, answers).answers_in_use(answers)
-    assert (greedy.tokens, greedy.draws) == (8, None) and greedy.off > 0 < greedy.baseline_off
-    assert sampled.draws is not None and sampled.draws.tokens == 14
-    monkeypatch.setattr(by_layers, "PADDED_TOKENS", 59)
+    assert (greedy.tokens, greedy.draws) == (16, None) and greedy.off > 0 < greedy.baseline_off
+    assert sampled.draws is not None and sampled.draws.tokens == 24
+    monkeypatch.setattr(by_layers, "PADDED_TOKENS", 79)
     assert by_layers.within_padding(answers) == (answers[0],)
 
 

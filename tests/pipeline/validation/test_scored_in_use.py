@@ -66,7 +66,7 @@ def score(scorer: TextScorer, answer: ServedInUse) -> AnswerInUse:
 def test_greedy_tokens_and_their_log_probabilities_are_the_models_own(model: nn.Module, scorer: TextScorer):
     tokens, told = continued(model)
     scored = score(scorer, served("logprobs", tokens, logprobs=told))
-    assert (scored.off, scored.baseline_off, scored.tokens, scored.prompt_tokens) == (0, 0, TOKENS, 20)
+    assert (scored.off, scored.baseline_off, scored.tokens, scored.prompt_tokens) == (0, None, TOKENS, 20)
     assert (scored.m, scored.prompts_beside, scored.beginning, scored.draws) == (2.0, 1, "text", None)
     mean, largest = scored.logprob_errors
     assert mean <= largest < 1e-3
@@ -98,7 +98,9 @@ def test_answers_that_are_scored_together_are_scored_as_each_alone(
     assert together.keys() == {prompt for prompt, _ in lengths}
     for answer in answers:
         alone, found = score(scorer, answer), together[len(answer.prompt)]
-        assert (found.tokens, found.off, found.baseline_off) == (alone.tokens, alone.off, alone.baseline_off)
+        assert (found.tokens, found.off) == (alone.tokens, alone.off)
+        # Both models are the same one. Alone, some have too few tokens for a comparison with the baseline.
+        assert found.baseline_off == (0 if answer.kind == "sampled" else found.off)
         if answer.kind == "sampled":
             assert found.draws.nats == pytest.approx(alone.draws.nats, rel=1e-4)
     other = replace(answers[1], tokens=answers[1].tokens[::-1])

@@ -11,7 +11,7 @@ from scalegate.serving_check.checks.latency import check_latency
 from scalegate.serving_check.checks.loads import check_loads
 from scalegate.serving_check.checks.plausible import check_plausible
 from scalegate.serving_check.checks.received import check_received
-from scalegate.serving_check.checks.served_text import check_served_text, text_score
+from scalegate.serving_check.checks.served_text import check_served_text, may_be_baselines, tokens_off
 from scalegate.serving_check.checks.stalls import check_stalls, m_in_doubt
 from scalegate.serving_check.checks.streamed import check_streamed
 from scalegate.serving_check.evidence.answer_figures import (
@@ -136,9 +136,15 @@ def test_one_wrong_text_among_many_is_named_with_its_m():
 
 
 def test_gaps_count_from_the_tolerance_on_and_no_number_counts_too():
-    assert text_score(1, [0.0, 0.2, 0.3, float("nan")], [0.0, 1.0, 2.0, 3.0], "x" * 99) == TextScore(
-        1, 4, 2, 3, "x" * 40
-    )
+    assert tokens_off([0.0, 0.2, 0.3, float("nan")]) == 2
+
+
+def test_the_baselines_logits_are_needed_only_where_they_may_change_the_verdict():
+    text = replace(OWN[0], tokens=6400)
+    for off in range(30):
+        found = {theirs: served([replace(text, off=off, baseline_off=theirs)])[0] for theirs in range(40)}
+        assert may_be_baselines(off) == (set(found.values()) == {"pass", "fail"})
+        assert served([replace(text, off=off, baseline_off=None)])[0] == found[0], "the stricter one"
 
 
 @pytest.mark.parametrize(
