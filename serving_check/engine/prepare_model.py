@@ -30,6 +30,8 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
     refuse_rounded_positions(type(model).__name__, layers, options.kv_format)
     on_gpu, is_invariant = model.device.type == "cuda", options.batch_invariance != TUNED
     require_batch_invariance(options.kv_format, options.batch_invariance, model.device)
+    if on_gpu and is_invariant:
+        _require_invariant_layers(model, layers, options)
     if on_gpu or is_invariant:
         pack_unquantized_experts(model, options.batch_invariance)
     if on_gpu and options.compiled:
@@ -37,7 +39,7 @@ def prepare_model(model: PreTrainedModel, options: EngineOptions) -> ServedLayer
     if is_invariant:
         pack_linears(model, options.batch_invariance)
         if on_gpu:
-            _require_invariant_products(model, layers, options)
+            _require_invariant_products(model, options)
     elif not on_gpu:
         # Imported only here: it imports numba, which takes half a second.
         from .cpu_norms import compile_norms
@@ -62,8 +64,8 @@ def refuse_rounded_positions(
         )
 
 
-def _require_invariant_products(model: PreTrainedModel, layers: ServedLayers, options: EngineOptions) -> None:
-    """Raise UserError if a GPU would sum something in an order that depends on the batch."""
+def _require_invariant_layers(model: PreTrainedModel, layers: ServedLayers, options: EngineOptions) -> None:
+    """Raise UserError if a GPU would compute norms or states in an order that depends on the batch."""
     asked = f"--batch-invariance {options.batch_invariance}"
     if not options.compiled:
         raise UserError(
@@ -74,9 +76,13 @@ def _require_invariant_products(model: PreTrainedModel, layers: ServedLayers, op
             type(model).__name__,
             f"{asked} cannot be kept on a GPU: sums of layers with a state depend on how prompts are cut",
         )
-    others = other_products(model)
+
+
+def _require_invariant_products(model: PreTrainedModel, options: EngineOptions) -> None:
+    """Raise UserError if a GPU would sum a product in an order that depends on the batch."""
+    others = ", ".join(other_products(model)[:3])
     if others:
         raise unsupported(
             type(model).__name__,
-            f"{asked} has no product that keeps bits for {', '.join(others[:3])}",
+            f"--batch-invariance {options.batch_invariance} has no product that keeps bits for {others}",
         )

@@ -17,8 +17,10 @@ from scalegate.serving_check.engine import kv_pool, state_layers, state_modules
 from scalegate.serving_check.engine.attention import UNSTATED_CONTEXT, context_length, served_layers
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.engine.prepare_model import prepare_model
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.tests.exhaustive import exhaustive_but
+from scalegate.tests.kernels.architectures.pretended_gpu import pretended_gpu
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -187,6 +189,30 @@ def test_bits_do_not_depend_on_cuts_per_token(kind):
         for chunk in (128, 7)
     )
     assert whole == cut
+
+
+def test_batch_invariance_is_refused_on_a_gpu():
+    options = EngineOptions(device="cuda", max_model_len=64, batch_invariance="pin")
+    with (
+        pytest.raises(UserError, match="--batch-invariance pin cannot be kept on a GPU: sums of layers"),
+        pretended_gpu(90),
+    ):
+        prepare_model(copy.deepcopy(source("lfm2")), options)
+
+
+def test_time_steps_of_prompts_and_answers_have_their_limits():
+    model = copy.deepcopy(source("mamba2"))
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.05, 0.3)
+    options = EngineOptions(device="cpu", max_num_seqs=4, max_model_len=128)
+    found = answers(Engine(copy.deepcopy(model), options, frozenset()))
+    assert found != expected("mamba2")
+    for prompt, answer in zip(prompts(), found, strict=True):
+        with torch.inference_mode():
+            # transformers limits the steps of prompts alone.
+            predicted = model(torch.tensor([[*prompt, *answer]])).logits[0].argmax(1)
+        assert tuple(predicted[len(prompt) - 1 : -1].tolist()) == answer
 
 
 def test_attention_of_a_hybrid_takes_kv_formats():

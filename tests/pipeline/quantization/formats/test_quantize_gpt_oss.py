@@ -13,6 +13,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.adopt import adopt
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
+from scalegate.pipeline.conventions.gpt_oss import CONVENTION
 from scalegate.pipeline.model_loader.contradictions import refuse_contradictions
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.loaded_by_transformers import why_transformers_fails
@@ -154,3 +155,10 @@ def test_transformers_reads_the_same_model(artifact: Path) -> None:
     assert strayed == set() and error <= 2.0**-16
     assert why_transformers_fails(open_checkpoint(artifact)) is None
     assert unread_by(artifact, "gpt_oss") == {}
+
+
+def test_more_than_ten_experts_are_stacked_by_number() -> None:
+    names = [f"{EXPERTS}.{expert}.down_proj_blocks" for expert in (10, 2, 0, 1, *range(3, 10))]
+    numbered = {name: torch.full((2, 1, 16), int(name.split(".")[-2])) for name in names}
+    stacked = CONVENTION.stacked(numbered)[f"{EXPERTS}.down_proj_blocks"]
+    assert stacked[:, 0, 0, 0].tolist() == list(range(11))

@@ -12,11 +12,11 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from scalegate.base.batch_invariance import INVARIANCE_MODES
 from scalegate.layouts.choosing.choose import default_layout
-from scalegate.layouts.formats.int8 import INT8_INPUTS, PER_TOKEN, WHOLE_ROW, Int8
+from scalegate.layouts.formats.int8 import INT8_INPUTS, PER_TOKEN, WHOLE_ROW, Int8, Int8Weight
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Experts, PackedWeight, Problem, emulates_inputs
-from scalegate.layouts.packing.peers.int_mm import CpuInt8Inputs
+from scalegate.layouts.packing.peers.int_mm import MOST_COLUMNS, CpuInt8Inputs
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
@@ -64,15 +64,26 @@ def test_products_are_those_of_codes(layout: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_bits_of_a_token_depend_on_no_other_and_the_largest_sums_are_exact(dtype: torch.dtype) -> None:
+def test_the_bits_of_a_token_depend_on_no_other(dtype: torch.dtype) -> None:
     layout = LAYOUTS["cpu_int8_inputs"]
     weight, x = SPEC.random(64, 4096, torch.device("cpu")), torch.randn(70, 4096).to(dtype)
     packed = layout.pack(weight, dtype)
     whole = layout.matmul(x, packed)
     assert all(torch.equal(layout.matmul(x[:m], packed), whole[:m]) for m in (1, 2, 16, 33))
-    extreme = torch.full_like(weight.codes, -128)
-    packed = layout.pack(weight.with_tensors({"codes": extreme, "scale": torch.ones(64, 1)}), torch.float32)
-    assert bool((layout.matmul(-torch.ones(1, 4096), packed) == 4096 * 127 * 128 * (1 / 127)).all())
+
+
+def test_the_largest_sums_are_exact_and_larger_ones_refused() -> None:
+    layout, problem = (
+        LAYOUTS["cpu_int8_inputs"],
+        Problem(SPEC, 8, MOST_COLUMNS, torch.float32, torch.device("cpu")),
+    )
+    assert layout.refuses(problem) is None
+    assert layout.refuses(replace(problem, k=MOST_COLUMNS + 1)) == "sums at most 131072 columns in int32"
+    codes = torch.full((8, MOST_COLUMNS), -128, dtype=torch.int8)
+    packed = layout.pack(Int8Weight(SPEC, codes, torch.ones(8, 1)), torch.float32)
+    # Codes of -127, times 1/127, which float32 rounds.
+    y = layout.matmul(-torch.ones(1, MOST_COLUMNS), packed)
+    assert y.allclose(torch.tensor(128.0 * MOST_COLUMNS), rtol=2 * rounded(torch.float32), atol=0)
 
 
 def test_a_cpu_multiplies_codes_in_every_mode_and_for_experts() -> None:
@@ -97,6 +108,8 @@ def test_an_artifact_comes_back_as_it_was_written(artifact: Path, example_checkp
     trained = open_checkpoint(example_checkpoint).read(f"{NAME}.weight")
     expected = quantize_int8(trained, SPEC).weight
     found = stored[NAME].read()
+    # compressed-tensors' own shapes: a scale [N] would be multiplied by columns.
+    assert open_checkpoint(artifact).tensors[f"{NAME}.weight_scale"].shape == (len(found.codes), 1)
     assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
     loaded = load_model(artifact, progress=False)
     assert set(loaded.layouts.values()) == {"cpu_int8_inputs"} and len(loaded.layouts) == MODULES * 4 // 7
