@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import cast
 
 import torch
@@ -84,14 +84,14 @@ class QuantizedLinear(nn.Module):
         return y.view(*shape[:-1], self.out_features)
 
     def product_of_rows(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the product of x [M, K], contiguous, by the weight where it is now, for callers who repeat
-        it on a CPU; None if this module does more than multiply.
+        """Return the product of x [M, K] by the weight where it is now, both contiguous, for callers who
+        repeat it on a CPU; None if this module does more than multiply.
         """
         if self._rounds_before or self._has_bias:
             return None
         if isinstance(self.layout, BindingLayout):
             return self.layout.product_by(self._packed)
-        return partial(self.layout.matmul, packed=self._packed)
+        return lambda x: self.layout.matmul(x, self._packed).contiguous()
 
     def extra_repr(self) -> str:
         text = (

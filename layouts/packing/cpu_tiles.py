@@ -68,7 +68,7 @@ class CpuTiles:
         multiply = product_by(codes, k, attributes["group_size"], kernel)
         if kernel.dtype is dtype and n % BLOCK == 0:
             return multiply
-        return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype)
+        return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype).contiguous()
 
 
 @functools.cache

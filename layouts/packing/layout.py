@@ -195,7 +195,7 @@ class BindingLayout(Protocol):
     """A layout whose product costs less if what does not differ from call to call is looked up once."""
 
     def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
-        """Return `matmul` by this weight, whose tensors stay where they are."""
+        """Return `matmul` by this weight, whose tensors stay where they are; y is contiguous."""
         ...
 
 

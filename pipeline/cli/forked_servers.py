@@ -21,7 +21,7 @@ NEEDED = (
     f"{ROOT}pipeline.model_loader.load_model",
     f"{ROOT}pipeline.conventions.kv_cache",
     f"{ROOT}kernels.attention.paged.cpu_decode",
-    f"{ROOT}serving_check.engine.dense.decoder",
+    f"{ROOT}serving_check.engine.dense.step",
 )
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of NVIDIA's and of AMD's driver."""

@@ -46,7 +46,7 @@ class CpuRunner:
         )
         self._keeps_bits = batch_invariance != "tuned"
         if model.device.type == "cpu" and not self._keeps_bits:
-            self._forward.decode_without_modules()
+            self._forward.run_without_modules()
         largest = max(largest_chunk + self._max_requests, CPU_ROWS)
         self._buffers = StepBuffers(
             pool.block_table,

@@ -24,7 +24,7 @@ from .state_layers import STATES_AS_OP, States, StepStates, taking_states
 from .step_ops import ATTENTION_AS_OP, NO_STORAGE, Step, running
 
 if TYPE_CHECKING:
-    from .dense.decoder import DenseDecoder
+    from .dense.step import DenseStep
 
 
 class Forward:
@@ -54,7 +54,7 @@ class Forward:
         self.as_op = as_op
         self._mask = unread_mask(model, model.device)
         self.states = states or {}
-        self._dense: DenseDecoder | None = None
+        self._dense: DenseStep | None = None
         self.long_requests = long_requests
         self._batch_invariance = batch_invariance
         self._tunings = TUNINGS if batch_invariance == "tuned" else ONE_TUNING
@@ -77,9 +77,9 @@ class Forward:
             return self._run_with_ops(token_ids, metadata.positions, Step(attention, states), logits_indices)
         is_column = logits_indices is None
         dense = self._dense
-        if is_column and dense is not None and not dense.is_hooked and metadata.host is not None:
+        if dense is not None and metadata.host is not None and dense.takes(len(token_ids)):
             longest = int(metadata.host.seq_lens.max())
-            return dense(token_ids, metadata.positions, longest, attention)
+            return dense(token_ids, metadata.positions, longest, attention, logits_indices)
         logits = self._run(token_ids, metadata.positions, attention, states, logits_indices, int(is_column))
         return logits.flatten(0, 1)
 
@@ -90,13 +90,13 @@ class Forward:
             with CompiledLayers(self.model, chain, tuning, self._batch_invariance):
                 self._trace(tuning.traced_tokens)
 
-    def decode_without_modules(self) -> None:
-        """Run decode steps without transformers' modules if the model is dense and the bits stay the same."""
+    def run_without_modules(self) -> None:
+        """Run steps without transformers' modules if the model is dense and the bits stay the same."""
         # Imported only here: it imports numba, which takes half a second.
-        from .dense.decoder import dense_decoder
+        from .dense.step import dense_step
 
         if not self.states and self.long_requests is None:
-            self._dense = dense_decoder(self.model, self._column)
+            self._dense = dense_step(self.model, self._column)
 
     def _column(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Run a decode step of a model without states."""

@@ -1,1 +1,1 @@
-"""A decode step of dense models on a CPU, without transformers' modules around our own kernels."""
+"""A step of dense models on a CPU, without transformers' modules around our own kernels."""

@@ -1,7 +1,7 @@
-"""The parts of a dense transformer whose decode steps need no transformers' modules: norms, products, rotary.
+"""The parts of a dense transformer whose steps need no transformers' modules: norms, products, rotary.
 
 A model is recognized by the names of its modules, which Llama, Qwen2, Qwen3, Mistral and many others share.
-Names do not say what a module computes: `decoder.py` compares results before it serves any.
+Names do not say what a module computes: `step.py` compares results before it serves any.
 """
 
 from collections.abc import Callable, Mapping

@@ -85,8 +85,8 @@ def wrap_model(model: Any, parts: Parts) -> None:
         parts.wrap("rotary embedding: applied", modeling, "apply_rotary_pos_emb")
 
 
-def wrap_decoder(forward: Any, parts: Parts) -> None:
-    """Time the parts of decode steps that call no modules of the model's."""
+def wrap_step(forward: Any, parts: Parts) -> None:
+    """Time the parts of steps that call no modules of the model's."""
     parts.wrap("step's own", forward, "_compute")
     decoder = forward._dense
     if decoder is None:
@@ -112,7 +112,7 @@ def profile(folder: str, counts: list[int], steps: int) -> list[dict[str, Any]]:
         PagedAttention.layer = parts.timed("attention over pages", attend)  # type: ignore[method-assign]
         runner = engine.runner
         wrap_model(runner.model, parts)
-        wrap_decoder(runner._forward, parts)
+        wrap_step(runner._forward, parts)
         parts.wrap("staging the step", runner._buffers, "stage")
         parts.wrap("staging the step", runner._buffers, "input")
         parts.wrap("drawing tokens", runner, "_draw")

@@ -1,8 +1,8 @@
-"""A decode step of a dense model on a CPU: our kernels, called one after another for each layer.
+"""A step of a dense model on a CPU: our kernels, called one after another for each layer.
 
 On a small model, transformers' modules around these kernels take longer than the kernels. This step calls no
-module in between, and gives the same bits: `dense_decoder` runs both before the engine serves. Prompts, other
-models and models with hooks go through transformers' modules.
+module in between, and gives the same bits: `dense_step` runs both before the engine serves. Other models,
+models with hooks, and long prompts on several threads go through transformers' modules.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ....base.log import logger
 from ....kernels.norms.rms_norm_cpu import rms_norm, serves
 from ....kernels.norms.rotate_heads_cpu import rotate_heads
 from ....layouts.modules.linear import QuantizedLinear
-from ..cpu_norms import CpuRMSNorm
+from ..cpu_norms import LARGEST_ON_ONE_THREAD, CpuRMSNorm
 from .parts import DenseLayer, DenseModel, dense_model
 
 LEAST_ANGLES = 1024
@@ -46,8 +46,8 @@ class _Layer:
     """Of queries and keys."""
 
 
-class DenseDecoder:
-    """Maps the tokens of one decode step to logits."""
+class DenseStep:
+    """Maps the tokens of one step to logits."""
 
     def __init__(self, model: DenseModel, dtype: torch.dtype):
         self._model = model
@@ -64,26 +64,37 @@ class DenseDecoder:
         dims = {layer.head_dim for layer in self._model.layers}
         return all(each.dtype is self._like.dtype and {each.shape[1]} == dims for each in self._angles)
 
-    @property
-    def is_hooked(self) -> bool:
-        """Say whether a module has a hook, which a step here would not call."""
-        return self._model.is_hooked
+    def takes(self, tokens: int) -> bool:
+        """Say whether a step of so many tokens is computed here: not if a module has a hook, which this step
+        would not call, nor if torch's threads are faster than the kernels' one.
+        """
+        is_long = tokens * self._like.shape[0] > LARGEST_ON_ONE_THREAD and torch.get_num_threads() > 1
+        return not is_long and not self._model.is_hooked
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, longest: int, attention: LayerAttention
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        longest: int,
+        attention: LayerAttention,
+        logits_indices: Tensor | None = None,
     ) -> Tensor:
-        """Map token_ids int64 [B] at positions int64 [B], all below `longest`, to logits [B, V]."""
+        """Map token_ids int64 [T] at positions int64 [T], all below `longest`, to logits [L, V] of the tokens
+        logits_indices, int64 [L], or of all.
+        """
         if longest > len(self._angles[0]):
             self._angles = self._angles_of(1 << (longest - 1).bit_length())
-        hidden = self._model.embed(token_ids)
+        # Without hooks, `forward` is all that a module's call does.
+        hidden = self._model.embed.forward(token_ids)
         added: Tensor | None = None
         for layer in self._layers:
             normed = self._normed(hidden, added, layer.attention_norm)
             added = layer.output(self._attended(layer, normed, positions, attention))
             normed = self._normed(hidden, added, layer.mlp_norm)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            added = layer.down(layer.parts.activation(gate).mul_(up))
-        return self._head(self._normed(hidden, added, self._norm))
+            added = layer.down(layer.parts.activation.forward(gate).mul_(up))
+        normed = self._normed(hidden, added, self._norm)
+        return self._head(normed if logits_indices is None else normed[logits_indices])
 
     def _normed(self, hidden: Tensor, added: Tensor | None, norm: tuple[int, float]) -> Tensor:
         """Add to the hidden states in place, and return their norm."""
@@ -117,12 +128,10 @@ class DenseDecoder:
         return cos[0].contiguous(), sin[0].contiguous()
 
 
-def dense_decoder(
-    model: PreTrainedModel, run: Callable[[Tensor, Tensor, Any], Tensor]
-) -> DenseDecoder | None:
-    """Return the decoder of a model; None if the model has other parts, or gives other bits.
+def dense_step(model: PreTrainedModel, run: Callable[[Tensor, Tensor, Any], Tensor]) -> DenseStep | None:
+    """Return the step of a model; None if the model has other parts, or gives other bits.
 
-    run: the model's own step: maps token_ids [B], positions [B] and what attends to logits [B, V]
+    run: the model's own decode step: maps token_ids [B], positions [B] and what attends to logits [B, V]
     """
     found = dense_model(model)
     if found is None or found.is_hooked or not all(_is_served(layer, model.dtype) for layer in found.layers):
@@ -130,15 +139,15 @@ def dense_decoder(
     positions = torch.tensor(TRIED_POSITIONS)
     token_ids = (positions * 7 + 1) % found.embed.weight.shape[0]  # type: ignore[index, operator]
     with torch.inference_mode():
-        decoder = DenseDecoder(found, model.dtype)
-        if not decoder.takes_angles:
+        step = DenseStep(found, model.dtype)
+        if not step.takes_angles:
             return None
         expected = run(token_ids, positions, MixedHeads())
-        logits = decoder(token_ids, positions, LEAST_ANGLES, MixedHeads())
+        logits = step(token_ids, positions, LEAST_ANGLES, MixedHeads())
     if not torch.equal(logits, expected):
-        logger.debug(f"{type(model).__name__} decodes through its own modules: other bits without them")
+        logger.debug(f"{type(model).__name__} runs its own modules: other bits without them")
         return None
-    return decoder
+    return step
 
 
 class MixedHeads:
@@ -185,7 +194,6 @@ def _numbers(norm: CpuRMSNorm | None) -> tuple[int, float]:
 
 
 def _product(module: nn.Module) -> Product:
-    """Return the product of x [B, K] as a contiguous [B, N]."""
+    """Return the product of x [T, K] as a contiguous [T, N]."""
     product = module.product_of_rows() if isinstance(module, QuantizedLinear) else None
-    multiply: Product = product or module
-    return lambda x: multiply(x).contiguous()
+    return product or (lambda x: module(x).contiguous())

@@ -1,4 +1,4 @@
-"""Decode steps without transformers' modules: the same tokens as with them, and only for models they fit."""
+"""Steps without transformers' modules: the same tokens as with them, and only for models they fit."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
 from scalegate.serving_check.engine.attention import attention_layers
-from scalegate.serving_check.engine.dense.decoder import DenseDecoder
+from scalegate.serving_check.engine.dense.step import DenseStep
 from scalegate.serving_check.engine.engine import Engine
 from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
@@ -69,7 +69,7 @@ def engine_of(model: PreTrainedModel, **options) -> Engine:
     return Engine(model, EngineOptions(max_num_seqs=8, kv_cache_tokens=4096, **options), frozenset())
 
 
-def decoder_of(engine: Engine) -> DenseDecoder | None:
+def step_of(engine: Engine) -> DenseStep | None:
     return engine.runner._forward._dense
 
 
@@ -82,7 +82,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("config", DENSE.values(), ids=DENSE)
 def test_tokens_are_those_of_transformers_modules(config, dtype):
     engine = engine_of(merged_model(config, dtype))
-    assert decoder_of(engine) is not None
+    assert step_of(engine) is not None
     without_modules = answers(engine)
     engine.runner._forward._dense = None
     assert without_modules == answers(engine)
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_transformers_modules(config, dtype):
 
 @pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
 def test_another_model_keeps_its_modules(config):
-    assert decoder_of(engine_of(merged_model(config))) is None
+    assert step_of(engine_of(merged_model(config))) is None
 
 
 @pytest.mark.parametrize("name", ["auto", "fp8", "kvarn_k4v4_g64"])
@@ -101,7 +101,7 @@ def test_padded_steps_give_the_same_tokens_in_every_kind_of_pages(name):
         engine = engine_of(
             merged_model(LlamaConfig(**SIZES | {"head_dim": 64})), kv_cache_dtype=name, decode_buckets=(8,)
         )
-        assert decoder_of(engine) is not None
+        assert step_of(engine) is not None
         if not is_dense:
             engine.runner._forward._dense = None
         found.append(answers(engine))
@@ -111,8 +111,8 @@ def test_padded_steps_give_the_same_tokens_in_every_kind_of_pages(name):
 def test_angles_past_the_first_ones_are_computed():
     engine = engine_of(merged_model(LlamaConfig(**SIZES)))
     prompt = [[index % 512 for index in range(1020)]]
-    decoder, without_modules = decoder_of(engine), engine.generate(prompt, GREEDY)
-    assert len(decoder._angles[0]) == 2048
+    step, without_modules = step_of(engine), engine.generate(prompt, GREEDY)
+    assert len(step._angles[0]) == 2048
     engine.runner._forward._dense = None
     assert without_modules[0].token_ids == engine.generate(prompt, GREEDY)[0].token_ids
 
@@ -129,5 +129,14 @@ def test_a_hook_is_called_in_every_step():
     assert answers(engine) == expected and not calls
 
 
+def test_long_prompts_are_left_to_torchs_threads(monkeypatch):
+    step = step_of(engine_of(merged_model(LlamaConfig(**SIZES))))
+    monkeypatch.setattr("scalegate.serving_check.engine.dense.step.LARGEST_ON_ONE_THREAD", 128)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert step.takes(2) and not step.takes(3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert step.takes(3)
+
+
 def test_batch_invariant_steps_keep_their_modules():
-    assert decoder_of(engine_of(merged_model(LlamaConfig(**SIZES)), batch_invariance="pin")) is None
+    assert step_of(engine_of(merged_model(LlamaConfig(**SIZES)), batch_invariance="pin")) is None
