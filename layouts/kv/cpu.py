@@ -106,10 +106,10 @@ class CpuLayerKV:
             return with_padding(output, padded)
         assert self._decoder is not None
         if decodes == padded:
-            return self._decoder.attend(query, key, value, metadata, options)
+            return self._decoder.attend(query, key, value, host, options)
         first = slice(0, decodes)
         output = query.new_zeros(padded, query.shape[1], value.shape[2])
-        output[first] = self._decoder.attend(query[first], key[first], value[first], metadata, options)
+        output[first] = self._decoder.attend(query[first], key[first], value[first], host, options)
         if decodes < host.num_tokens:
             prompts = slice(decodes, host.num_tokens)
             output[prompts] = self._by_reference(query, key, value, metadata, options, prompts)
@@ -154,7 +154,7 @@ class _Decoder:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        metadata: AttentionMetadata,
+        host: HostMetadata,
         options: AttentionOptions,
     ) -> Tensor:
         """Attend for one token of each request: query [B, H, D], key [B, H_kv, D], value [B, H_kv, D_v]."""
@@ -164,13 +164,19 @@ class _Decoder:
         count, units = query.shape[0], query.shape[0] * self._heads
         query, key, value = by_token(query), by_token(key), by_token(value)
         output = query.new_empty(count, query.shape[1], self._value_dim)
-        table, lengths = metadata.block_table, metadata.seq_lens
+        table, lengths = host.block_table, host.seq_lens
         sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         before = (
             *(self._layer_at, query.data_ptr(), key.data_ptr(), value.data_ptr()),
             *(output.data_ptr(), query.stride(0), key.stride(0), value.stride(0)),
             query.shape[1] // self._heads,
-            *(table.data_ptr(), table.stride(0), lengths.data_ptr(), count, options.window),
+            *(
+                table.ctypes.data,
+                table.strides[0] // table.itemsize,
+                lengths.ctypes.data,
+                count,
+                options.window,
+            ),
             0 if sinks is None else sinks.data_ptr(),
         )
         behind = options.scale, options.softcap or 0.0

@@ -49,8 +49,8 @@ class Requests:
         nothing = np.empty(0, np.int32)
         table = np.ascontiguousarray(self.table[rows])
         host = HostMetadata(count, 0, count, table, lengths, nothing, nothing, PAGE)
-        empty, arrays = torch.empty(0), (torch.from_numpy(table), torch.from_numpy(lengths))
-        metadata = AttentionMetadata(*[empty] * 3, *arrays, *[empty] * 3, None, PAGE, host)
+        empty = torch.empty(0)
+        metadata = AttentionMetadata(*[empty] * 8, None, PAGE, host)
         new = [torch.stack([of[row][-1] for row in rows]) for of in (self.keys, self.values)]
         # As a model's merged product leaves them: not contiguous.
         key, value = (torch.stack([x, x], dim=1)[:, 0] for x in new)
