@@ -1,6 +1,6 @@
 """How often the gate's throughput decision is right: its error rates under every kind of noise we know of.
 
-    python -P tests/bench/gate/operating_characteristic.py --runs 1000 [--noise gaussian ...]
+    python -P tests/bench/gate/operating_characteristic.py --runs 1000 [--noise gaussian ...] [--seconds 240]
 
 The gate's own measuring loop (`serving_check/gate/interleaving.py`) on servers that are random numbers. Each
 repeat's throughput has noise of its own, gaussian, with heavy tails (Student's t, 2.5 degrees) or with bursts
@@ -15,6 +15,9 @@ Five questions a row. How often does the verdict pass where one given M is at 0.
 and the others are clear of it (the worst case for a wrong pass)? How often where tokens take twice as long at
 one drawn M, beside prompts that take 30% of the time? What becomes of one at 1.0 at every M? And of one that
 is at 0.7 in use alone?
+The runs are simulated in batches with seeds of their own, and a call goes on from the batches that OUT has.
+Delete OUT to begin anew. A share is of a limited number of runs, so a bar is missed where the share is surely
+beyond it: where so many runs, or more, would have less than a 2.5% chance if the true share were the bar.
 Exit status 1 where a bar is missed: a pass at 0.90 in over 2%, at the floor in over 5%, at a drawn M that is
 twice as slow in over 1%, a fail at 1.0 in over 1%, and fewer than 80% of passes at 1.0 with 10% gaussian
 noise.
@@ -25,6 +28,7 @@ import json
 import math
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -43,7 +47,7 @@ from scalegate.serving_check.evidence.measurement import MeasuredM, Repeat
 from scalegate.serving_check.gate import interleaving
 from scalegate.serving_check.gate.in_use import BLOCKS
 from scalegate.serving_check.settings import SHORTER, Bounds, WorkloadSettings
-from scalegate.serving_check.statistics.decide import Decision
+from scalegate.serving_check.statistics.decide import Decision, chance_of_as_many
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
 QUIET = StageClock(shown=False)
@@ -85,6 +89,10 @@ MOST_WRONG = {
     (ALL_SOUND, "fail"): 0.01,
 }
 LEAST_PASSED = {("gaussian", 0.10): 0.80}
+BATCH = 10
+"""Number of runs of each case that are simulated together."""
+SURE = 0.025
+"""The chance below which a bar is surely missed."""
 
 
 @dataclass
@@ -170,36 +178,52 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000, help="of each case in each row")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--noise", nargs="+", choices=sorted({noise for noise, _ in ROWS}))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no batch begins")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    chosen = [row for row in ROWS if not options.noise or row[0] in options.noise]
-    rows = [row for row in kept_rows(options.out) if (row["noise"], row["scale"]) not in chosen]
+    rows = kept_rows(options.out)
+    missing = [
+        (noise, scale, batch)
+        for batch in range(math.ceil(options.runs / BATCH))
+        for noise, scale in ROWS
+        if not options.noise or noise in options.noise
+        if batch * BATCH >= (rows[noise, scale]["runs"] if (noise, scale) in rows else 0)
+    ]
+    began = time.monotonic()
     with ProcessPoolExecutor(options.processes) as pool:
-        for row in pool.map(row_of, *zip(*chosen, strict=True), [options.runs] * len(chosen)):
-            rows.append(row)
-            rows.sort(key=lambda row: ROWS.index((row["noise"], row["scale"])))
-            write_json(options.out, {"floor": FLOOR, "rows": rows})
-            print(sentence(row), flush=True)
-    missed = [miss for row in rows for miss in missed_bars(row)]
+        for start in range(0, len(missing), options.processes):
+            if time.monotonic() - began > options.seconds:
+                break
+            together = missing[start : start + options.processes]
+            for row in pool.map(simulate, *zip(*together, strict=True)):
+                key = row["noise"], row["scale"]
+                rows[key] = added(rows[key], row) if key in rows else row
+            rows = {key: rows[key] for key in ROWS if key in rows}
+            write_json(options.out, {"floor": FLOOR, "rows": list(rows.values())})
+    print("\n".join(map(sentence, rows.values())))
+    missed = [miss for row in rows.values() for miss in missed_bars(row)]
     if missed:
         sys.exit("\n".join(missed))
 
 
-def kept_rows(path: Path) -> list[dict[str, Any]]:
-    """Those of an earlier call, of which `--noise` makes some anew."""
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+def kept_rows(path: Path) -> dict[tuple[str, float], dict[str, Any]]:
+    """Those of earlier calls, by noise and scale."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["noise"], row["scale"]): row for row in rows}
 
 
-def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
-    """Shares of the verdicts in each case, and blocks an M that they took."""
-    row: dict[str, Any] = {"noise": noise, "scale": scale, "runs": runs}
+def simulate(noise: str, scale: float, batch: int) -> dict[str, Any]:
+    """Return how many runs of one batch ended in which verdict in each case, and the blocks an M that they
+    took.
+    """
+    row: dict[str, Any] = {"noise": noise, "scale": scale, "runs": BATCH}
     for case, (first, others) in CASES.items():
-        generator = random.Random(f"{noise} {scale} {case}")
+        generator = random.Random(f"{noise} {scale} {case} {batch}")
         ratios_in_use = {case: others}
         if case == ALL_SOUND:
             ratios_in_use[ONLY_IN_USE] = SLOW_IN_USE
         tallies = {name: Tally() for name in ratios_in_use}
-        for _ in range(runs):
+        for _ in range(BATCH):
             load = replace(WORKLOAD, seed=generator.randrange(2**31))
             slow = (load.ms_between if case == OF_A_DRAWN_M else load.ms)[0]
             ratios = {m: first if m == slow else others for m in load.measured_ms}
@@ -208,8 +232,17 @@ def row_of(noise: str, scale: float, runs: int) -> dict[str, Any]:
             measured, decisions = interleaving.measure(sides, BOUNDS, QUIET)
             for name, ratio in ratios_in_use.items():
                 tallies[name].add(measured, decisions, servers.blocks_in_use(ratio))
-        row |= {name: tally.shares(runs) for name, tally in tallies.items()}
+        row |= {name: tally.counts() for name, tally in tallies.items()}
     return row
+
+
+def added(row: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of two rows of one noise."""
+    cases = {
+        case: {name: round(row[case][name] + count, 1) for name, count in more[case].items()}
+        for case in (*CASES, ONLY_IN_USE)
+    }
+    return {**row, "runs": row["runs"] + more["runs"], **cases}
 
 
 @dataclass
@@ -219,7 +252,7 @@ class Tally:
     verdicts: Counter[str] = field(default_factory=Counter)
     in_use_failed: int = 0
     blocks_per_m: float = 0.0
-    """Summed over the verdicts."""
+    """The mean over the Ms, summed over the verdicts."""
 
     def add(
         self, measured: Sequence[MeasuredM], decisions: Sequence[Decision], in_use: Sequence[BlockInUse]
@@ -231,32 +264,40 @@ class Tally:
         self.verdicts[next(status for status in ("fail", "inconclusive", "pass") if status in statuses)] += 1
         self.blocks_per_m += fmean(len(level.blocks) for level in measured)
 
-    def shares(self, runs: int) -> dict[str, float]:
-        shares = {status: self.verdicts[status] / runs for status in ("pass", "fail", "inconclusive")}
-        in_use_failed = self.in_use_failed / runs
-        return shares | {"in_use_failed": in_use_failed, "blocks_per_m": round(self.blocks_per_m / runs, 1)}
+    def counts(self) -> dict[str, float]:
+        verdicts = {status: self.verdicts[status] for status in ("pass", "fail", "inconclusive")}
+        blocks = round(self.blocks_per_m, 1)
+        return verdicts | {"in_use_failed": self.in_use_failed, "blocks_per_m": blocks}
 
 
 def sentence(row: dict[str, Any]) -> str:
+    runs = row["runs"]
     cells = [
-        f"{case}: {cell['pass']:.3f} pass, {cell['fail']:.3f} fail, {cell['blocks_per_m']} blocks"
+        f"{case}: {cell['pass'] / runs:.3f} pass, {cell['fail'] / runs:.3f} fail, "
+        f"{cell['blocks_per_m'] / runs:.1f} blocks"
         for case in (*CASES, ONLY_IN_USE)
         for cell in [row[case]]
     ]
-    return f"{row['noise']:12} {row['scale']:.2f}  " + "  ".join(cells)
+    return f"{row['noise']:12} {row['scale']:.2f}  {runs} runs  " + "  ".join(cells)
 
 
 def missed_bars(row: dict[str, Any]) -> list[str]:
-    name = f"{row['noise']} {row['scale']}"
+    name, runs = f"{row['noise']} {row['scale']}", row["runs"]
     missed = [
-        f"{name}, {case}: {status} in {row[case][status]:.1%}, bar {bar:.0%}"
+        f"{name}, {case}: {status} in {row[case][status] / runs:.1%}, bar {bar:.0%}"
         for (case, status), bar in MOST_WRONG.items()
-        if row[case][status] > bar
+        if chance_of_as_many_as(row[case][status], runs, bar) < SURE
     ]
     least = LEAST_PASSED.get((row["noise"], row["scale"]), 0.0)
-    if row[ALL_SOUND]["pass"] < least:
-        missed.append(f"{name}: passes at 1.0 in {row['all at 1.0']['pass']:.1%}, bar {least:.0%}")
+    others = runs - row[ALL_SOUND]["pass"]
+    if chance_of_as_many_as(others, runs, 1 - least) < SURE:
+        missed.append(f"{name}: passes at 1.0 in {1 - others / runs:.1%}, bar {least:.0%}")
     return missed
+
+
+def chance_of_as_many_as(count: int, runs: int, share: float) -> float:
+    """Return the chance that at least `count` of so many runs are what a share of all runs is."""
+    return chance_of_as_many(count, runs - count, share)
 
 
 if __name__ == "__main__":
