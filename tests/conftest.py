@@ -15,6 +15,7 @@ import scalegate.pipeline  # noqa: F401
 import torch
 from safetensors.torch import load_file, save_file
 from scalegate.pipeline.cli.forked_servers import servers_forked
+from scalegate.pipeline.machine.tested_stack import WARNED
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARES = re.compile(r"\b(assert_close|allclose|isclose|norm|torch\.equal)\(")
@@ -89,9 +90,12 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def suite_cache(tmp_path_factory: pytest.TempPathFactory):
-    """What was measured on this machine before decides nothing here."""
+    """What was measured on this machine before decides nothing here. No command looks, as its first model is
+    loaded, whether packages are within the tested bounds: that takes as long as many a test.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALEGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(WARNED, "1")
         yield
 
 

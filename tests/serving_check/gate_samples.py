@@ -1,5 +1,6 @@
 """Load results and verdicts made of plain numbers, for tests of the gate that need no server."""
 
+import functools
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from scalegate.serving_check.evidence.artifact_figures import (
 )
 from scalegate.serving_check.evidence.at_rest import AtRestFigures, BurstPart, Rest
 from scalegate.serving_check.evidence.emulation import EmulatedProducts
-from scalegate.serving_check.evidence.environment import describe_environment
+from scalegate.serving_check.evidence.environment import Environment, describe_environment
 from scalegate.serving_check.evidence.evidence import Evidence, ModelFigures, ScoredText, TextScore
 from scalegate.serving_check.evidence.in_use import (
     AnswerInUse,
@@ -123,10 +124,16 @@ def measured_m(m: int, ratio: float, blocks: int = 12, output_len: int = 64, **o
     level = MeasuredM(m)
     for index in range(blocks):
         wobble = 1 + 0.004 * (index % 3 - 1)
-        ours = answered(load_result(m, 100 * m * ratio * wobble, output_len=output_len, **options))
-        theirs = answered(load_result(m, 100 * m, output_len=output_len))
+        ours = sound_repeat(m, 100 * m * ratio * wobble, output_len=output_len, **options)
+        theirs = sound_repeat(m, 100 * m, output_len=output_len)
         level.blocks.append(Block([ours], [theirs]))
     return level
+
+
+@functools.cache
+def sound_repeat(m: int, tokens_per_second: float, **options: float) -> Repeat:
+    """Made once: verdicts of samples hold many that are the same, and nothing changes them."""
+    return answered(load_result(m, tokens_per_second, **options))
 
 
 def answered(result: WorkloadResult) -> Repeat:
@@ -194,7 +201,7 @@ def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
         checks=(),
         curve=(),
         evidence=sample_evidence(ratios, load=load),
-        environment=describe_environment("cpu", "bfloat16", "embedded", "embedded"),
+        environment=environment_here(),
         workload=load,
         bounds=Bounds(),
         quality_tokens=8192,
@@ -210,6 +217,12 @@ def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
     )
     kept = {name: value for name, value in changes.items() if name not in FOLLOWS}
     return replace(judged_again(replace(verdict, **kept)), **changes)
+
+
+@functools.cache
+def environment_here() -> Environment:
+    """Looked for once: to read the versions of all packages takes long."""
+    return describe_environment("cpu", "bfloat16", "embedded", "embedded")
 
 
 FOLLOWS = ("status", "checks", "curve", "exploratory")
