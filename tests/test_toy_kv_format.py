@@ -44,6 +44,7 @@ def pipeline(*words: object, plugin: bool = True) -> subprocess.CompletedProcess
     return run_pipeline(*words, environment=environment)
 
 
+@pytest.mark.exhaustive
 def test_it_is_served_in_the_engines_process(example_checkpoint: Path, tmp_path: Path):
     command = [*SERVE, str(example_checkpoint), "--port", "0", "--device", "cpu", "--dtype", "float32"]
     command += ["--max-num-seqs", "1", "--max-model-len", "128", "--kv-cache-dtype", NAME]

@@ -20,7 +20,7 @@ IN_FILES = [
     fault for fault in FAULTS.values() if fault.check in (weights.NAME, text_files.NAME, other_readers.NAME)
 ]
 REFUSED = [fault for fault in FAULTS.values() if fault.check == "refused"]
-TOKENS = 2048
+TOKENS = 1024
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,15 @@ def test_another_tools_artifact_is_caught_without_a_manifest(sound, name: str, w
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
+    exhaustive_but(
+        [
+            ("the vocabulary rotated", "a finer recipe will not help"),
+            ("zero points of every linear shifted", "a finer recipe will not help"),
+            (None, "computed over the whole vocabulary"),
+        ],
         ("the vocabulary rotated", "a finer recipe will not help"),
-        ("zero points of every linear shifted", "a finer recipe will not help"),
         (None, "computed over the whole vocabulary"),
-    ],
+    ),
 )
 def test_quality_says_whether_rounding_is_to_blame(sound, name: str | None, words: str, tmp_path: Path):
     artifact = sound[INT4]

@@ -218,6 +218,7 @@ def test_a_kernel_is_compiled_where_no_folder_can_be_written_to(monkeypatch: pyt
     assert x[0] == 1
 
 
+@pytest.mark.exhaustive
 def test_numba_is_imported_for_kvarn_on_a_cpu_alone():
     code = """
 import sys, torch

@@ -85,10 +85,8 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    "without",
-    [pytest.param([], id="added"), pytest.param(["--without"], id="not added", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("without", [[], ["--without"]], ids=["added", "not added"])
 def test_an_option_that_is_added_to_a_dataclass_is_everywhere(example_checkpoint, tmp_path, without):
     recorded = tmp_path / "verdict.json"
     recorded.write_text(json.dumps(sample_verdict({1: 1.0}).to_json()))

@@ -21,6 +21,7 @@ from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.model_loader import hidden_states, layer_stream
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.publishing.card_phrases import calibration_phrase
+from scalegate.pipeline.quantization import job_calibration
 from scalegate.pipeline.quantization.calibration import (
     calibration,
     calibration_text,
@@ -67,11 +68,11 @@ def small(tmp_path_factory: pytest.TempPathFactory, example_checkpoint: Path) ->
     return made(folder, example_checkpoint, "qwen3", intermediate_size=192)
 
 
-def made(folder: Path, tokenizer: Path, kind: str, **sizes: int) -> Path:
+def made(folder: Path, tokenizer: Path, kind: str, layers: int = LAYERS, **sizes: int) -> Path:
     torch.manual_seed(0)
     sizes = {"vocab_size": 8192} | sizes
     sizes |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = AutoConfig.for_model(kind, **sizes, head_dim=64, num_hidden_layers=LAYERS)
+    config = AutoConfig.for_model(kind, **sizes, head_dim=64, num_hidden_layers=layers)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tokenizer / name).read_bytes())
@@ -104,7 +105,9 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def test_the_model_s_outputs_are_nearer(
     two_layers: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration_text, "SEQUENCES", 48)
+    monkeypatch.setattr(calibration_text, "SEQUENCES", 24)
+    # The text alone: what the model writes beside it would be as many sequences again.
+    monkeypatch.setattr(job_calibration, "can_draw", lambda *_: False)
     text = read_calibration_text(open_checkpoint(two_layers), str(heldout_text)).sequences
     assert text is not None
     tokens = text[-6:]
@@ -169,6 +172,7 @@ def test_killed_in_any_layer_the_artifact_is_the_same(
     assert contents(out) == contents(whole)
 
 
+@pytest.mark.exhaustive
 def test_killed_after_a_large_model_wrote_its_text_the_artifact_is_the_same(
     small: Path, whole: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +275,7 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
 ) -> None:
     sizes = {"num_experts": 16, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
     (tmp_path / "moe").mkdir()
-    source = made(tmp_path / "moe", example_checkpoint, "qwen3_moe", intermediate_size=64, **sizes)
+    source = made(tmp_path / "moe", example_checkpoint, "qwen3_moe", 1, intermediate_size=64, **sizes)
     artifact = quantize(source, RECIPE, tmp_path / "out", calibration=heldout_text, device="cpu")
     scarce = artifact.quantization[CALIBRATION][SCARCE]
     assert (
@@ -281,7 +285,7 @@ def test_experts_that_few_tokens_reach_are_solved_with_their_layer_in_view(
     said = str(calibration_phrase(artifact.quantization[CALIBRATION]))
     assert f"{len(scarce)} experts got fewer tokens of it than they have inputs" in said
     experts = {name for name in artifact.quantization["modules"] if ".experts." in name}
-    assert len(experts) == LAYERS * 16 * 3
+    assert len(experts) == 16 * 3
     assert experts > set(scarce) and scarce
     errors = [artifact.quantization["modules"][name]["output_error"] for name in experts]
     assert sum(error["calibrated"] for error in errors) < sum(error["data_free"] for error in errors)

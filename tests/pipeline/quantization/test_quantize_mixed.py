@@ -33,6 +33,7 @@ from scalegate.pipeline.quantization.shards.weight_tensors import WeightQuantize
 from scalegate.pipeline.quantization.shards.work_record import CALIBRATION_FOLDER, locked_folder
 from scalegate.pipeline.records.artifact import Artifact
 from scalegate.pipeline.records.recipe import Recipe, Rule
+from scalegate.tests.exhaustive import exhaustive_but
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,7 +166,11 @@ def test_variants_are_spilled_to_one_file_and_measured_the_same(
 
 @pytest.mark.parametrize(
     ("spec", "export"),
-    [(G128, "torchao"), (Int4(64, zero_point="fractional"), "torchao"), (NVFP4(), "compressed-tensors")],
+    exhaustive_but(
+        [(G128, "torchao"), (Int4(64, zero_point="fractional"), "torchao"), (NVFP4(), "compressed-tensors")],
+        (G128, "torchao"),
+        (NVFP4(), "compressed-tensors"),
+    ),
     ids=str,
 )
 def test_eight_bits_are_not_offered_where_they_cannot_be_stored_or_were_not_seen_served(

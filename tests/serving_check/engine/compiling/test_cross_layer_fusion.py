@@ -62,14 +62,14 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list:
 
     def traced_only(function, **options):
         traced.append(function)
-        return compile_(function, backend="aot_eager", fullgraph=True, dynamic=False)
+        return compile_(function, backend="eager", fullgraph=True, dynamic=False)
 
     monkeypatch.setattr(torch, "compile", traced_only)
     torch._dynamo.reset()
     return traced
 
 
-@pytest.mark.parametrize("architecture", exhaustive_but(["qwen3", "gemma2", "phi3"], "gemma2", "phi3"))
+@pytest.mark.parametrize("architecture", exhaustive_but(["qwen3", "gemma2", "phi3"], "phi3"))
 def test_the_input_norm_of_every_layer_after_the_first_is_computed_by_the_one_before(
     architecture: str, compilations: list
 ):

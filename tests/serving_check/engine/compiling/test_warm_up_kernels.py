@@ -54,7 +54,7 @@ def met(requests: int, chunk: int) -> list[int]:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("requests", "chunk"), SIZES)
-@pytest.mark.parametrize("model", exhaustive_but(SHAPES, "qwen3-0.6b", "qwen3-8b, apart"))
+@pytest.mark.parametrize("model", exhaustive_but(SHAPES, "qwen3-8b, apart"))
 def test_warm_up_meets_every_kernel_that_serving_launches(model, requests, chunk, batch_invariant):
     wanted = launched(served(requests, chunk), SHAPES[model], batch_invariant)
     assert wanted <= launched(met(requests, chunk), SHAPES[model], batch_invariant)
@@ -62,9 +62,8 @@ def test_warm_up_meets_every_kernel_that_serving_launches(model, requests, chunk
 
 def test_steps_of_many_rows_have_kernels_that_those_of_few_have_not():
     """What the test above says is not empty."""
-    small = [size for size in met(128, 8192) if size <= 128]
-    wanted = launched(served(128, 8192), SHAPES["qwen3-8b"], False)
-    assert not wanted <= launched(small, SHAPES["qwen3-8b"], False)
+    small, shapes = [size for size in met(128, 8192) if size <= 128], SHAPES["qwen3-8b"][:1]
+    assert not launched(served(128, 8192), shapes, False) <= launched(small, shapes, False)
 
 
 @pytest.mark.parametrize(
