@@ -118,7 +118,7 @@ class DenseStep:
         )
         heads = qkv.view(rows, -1, dim)
         query, key, value = heads.split_with_sizes((q_heads, kv_heads, kv_heads), dim=1)
-        return attention.layer(parts.index, query, key, value, None).view(rows, -1)
+        return attention.layer(parts.index, query, key, value, None).reshape(rows, -1)
 
     def _angles_of(self, count: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for positions below `count`, [count, D] each, as the model computes
