@@ -81,7 +81,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("config", DENSE.values(), ids=DENSE)
 def test_tokens_are_those_of_transformers_modules(config, dtype):
-    engine = engine_of(merged_model(config, dtype))
+    engine = engine_of(merged_model(config, dtype), prefill_chunk=29)  # which cuts two of the prompts
     assert step_of(engine) is not None
     without_modules = answers(engine)
     engine.runner._forward._dense = None
