@@ -1,5 +1,6 @@
 """Load results and verdicts made of plain numbers, for tests of the gate that need no server."""
 
+import copy
 import functools
 import math
 import random
@@ -201,7 +202,7 @@ def sample_verdict(ratios: Mapping[int, float], **changes: Any) -> Verdict:
         checks=(),
         curve=(),
         evidence=sample_evidence(ratios, load=load),
-        environment=environment_here(),
+        environment=copy.deepcopy(environment_here()),
         workload=load,
         bounds=Bounds(),
         quality_tokens=8192,
