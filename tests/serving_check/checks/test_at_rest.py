@@ -153,6 +153,14 @@ def test_a_machine_that_becomes_slower_is_not_the_servers_fault():
     assert check_drift(alone(both)).status == "fail", "and it is seen, where nothing tells"
 
 
+def test_a_baseline_that_becomes_faster_does_not_make_the_artifact_slower():
+    """Without contention for memory, a baseline in bfloat16 gains more than an artifact in INT4."""
+    quickened = replace(SOUND, baseline_last=speeds(0.7 * 1.4)[::-1])
+    assert check_drift(quickened).status == "pass"
+    both = replace(quickened, last=speeds(0.8))
+    assert check_drift(both).status == "fail", "the control: its own speed fell too"
+
+
 def test_one_slow_part_is_the_machines():
     for slow in range(len(WOBBLE)):
         times = [wobble * (3 if index == slow else 1) for index, wobble in enumerate(WOBBLE)]
