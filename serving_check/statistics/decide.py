@@ -14,9 +14,10 @@ The two errors are guarded separately:
 - A wrong pass: every M has to pass, so the worst M alone bounds the chance (an intersection-union test,
 Berger 1982).
 
-The chance of each error is divided among a few looks at the figures, half of it for the last look. This needs
-no assumption on how looks depend on each other, so measuring may stop as soon as an M is decided. The
-resulting error rates are in `tests/bench/results/gate/operating_characteristic.json`.
+The chance of each error is divided among the looks at the figures: most of it goes to the first looks, since
+every verdict has them, and to the last one. This needs no assumption on how looks depend on each other, so
+measuring may stop as soon as an M is decided. The resulting error rates are in
+`tests/bench/results/gate/operating_characteristic.json`.
 
 If servers take turns, a group of blocks counts as one value, and a server is restarted for every group. After
 a restart, only effects of the machine remain. Effects on both sides alike do not correlate groups: even in a
@@ -36,15 +37,20 @@ from .trimmed_mean import interval, trimmed, winsorized
 
 Status = Literal["pass", "fail", "inconclusive"]
 
-LOOKS = (6, 8, 11, 15, 20, 27, 36, 48, 64, 96)
+LOOKS = (6, 7, 8, 9, 11, 13, 16, 20, 27, 36, 48, 64, 96)
 """After how many blocks a decision is attempted: fewer than six tell little of correlation, and more looks
 would cost more than they save."""
-LAST_SHARE = 0.5
-"""The share of the error that is spent on the last look; the other looks share the rest."""
+LAST_SHARE = 0.3
+"""The share of the error that is kept for the last look."""
+SPENT_AT_A_LOOK = 0.2
+"""How much of the rest each look before the last spends, as a share of what earlier looks have left. Early
+limits have few degrees of freedom and gain most from it."""
 WIDEST = 1.5
 """The 95% interval's upper limit over its lower one, beyond which a ratio is not known well enough to be
 published. Limits that a decision is made with are wider, being corrected for looks and Ms: they guard against
 errors, and say less of how well the ratio is known."""
+WIDEST_IF_FASTER = WIDEST**2
+"""The same if all of the interval is above 1: the artifact is faster then, by a factor that matters less."""
 SHOWN_ERROR = 0.025
 """The error probability on either side of a 95% interval."""
 RESTART_FROM = 27
@@ -82,7 +88,8 @@ class SequentialTest:
     error: float = 0.05
     """The chance of a wrong verdict, of either kind, at a true ratio of exactly the floor; less elsewhere."""
     widest: float = WIDEST
-    """The 95% interval's upper limit over its lower one beyond which nothing passes."""
+    """The 95% interval's upper limit over its lower one beyond which nothing passes that is not surely
+    faster."""
     in_turns: bool = False
     """Whether its blocks are groups on servers that take turns."""
 
@@ -113,8 +120,10 @@ class SequentialTest:
             return self.error
         if self.in_turns:
             return self.error * 0.5 ** min(sum(look <= blocks for look in self.looks), earlier)
-        share = LAST_SHARE if blocks >= self.max_blocks else (1 - LAST_SHARE) / earlier
-        return self.error * share
+        if blocks >= self.max_blocks:
+            return self.error * (LAST_SHARE + (1 - LAST_SHARE) * (1 - SPENT_AT_A_LOOK) ** earlier)
+        before = sum(look < blocks for look in self.looks)
+        return self.error * (1 - LAST_SHARE) * SPENT_AT_A_LOOK * (1 - SPENT_AT_A_LOOK) ** before
 
     def fail_error(self, blocks: int) -> float:
         """One-sided level of the upper limit at the look after `blocks`."""
@@ -168,8 +177,8 @@ def decide_all(
     all Ms together.
 
     series:      log ratios, [Ms][blocks]; what is undecided at a look has as many blocks as the look
-    by_estimate: the indices of those that pass by their ratio, if it is known to within `widest`, instead of
-                 their lower limit
+    by_estimate: the indices of those that pass by their ratio, if it is known well enough, instead of their
+                 lower limit
     """
     final: dict[int, Decision] = {}
     for blocks in test.looks:
@@ -205,13 +214,18 @@ def is_hopeless(first_looks: Sequence[float], floor: float) -> bool:
 
 def _look(values: Sequence[float], test: SequentialTest, correlation: float, by_estimate: bool) -> Decision:
     decision = _estimate(values, test, correlation)
-    shown_low, shown_high = decision.shown
     reached = decision.ratio if by_estimate else decision.low
-    if reached >= test.floor and shown_high <= shown_low * test.widest:
+    if reached >= test.floor and _is_known(decision, test):
         return replace(decision, status="pass", final=True)
     if decision.high < test.floor:
         return replace(decision, status="fail", final=True)
     return replace(decision, final=len(values) >= test.max_blocks)
+
+
+def _is_known(decision: Decision, test: SequentialTest) -> bool:
+    """Say whether the 95% interval is narrow enough for the ratio to be published."""
+    low, high = decision.shown
+    return high <= low * test.widest or (low >= 1 and high <= low * WIDEST_IF_FASTER)
 
 
 def _estimate(values: Sequence[float], test: SequentialTest, correlation: float) -> Decision:

@@ -249,13 +249,15 @@ class DriftingServer:
 
 @pytest.mark.parametrize(("ratio", "expected"), [(1.3, "pass"), (0.7, "fail")])
 def test_servers_are_started_anew_where_their_blocks_resemble_each_other(ratio, expected):
-    server = DriftingServer(ratio, 0.02)
+    server = DriftingServer(ratio, 0.04)
     measured, decisions = measured_by(server, WorkloadSettings((1, 2, 4)), server.restart)
-    assert {decision.status for decision in decisions} == {expected}
+    # An M that fails ends the measuring, which may leave another one open.
+    left_open = {"inconclusive"} if expected == "fail" else set()
+    assert {decision.status for decision in decisions} - left_open == {expected}
     assert 6 < server.starts <= 12
     assert max(len(level.blocks) for level in measured) <= WorkloadSettings().max_blocks
     # The control: where they cannot be, something stays open.
-    alone = DriftingServer(ratio, 0.02)
+    alone = DriftingServer(ratio, 0.04)
     _, decisions = measured_by(alone, WorkloadSettings((1, 2, 4)))
     assert "inconclusive" in {decision.status for decision in decisions}
 

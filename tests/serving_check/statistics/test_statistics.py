@@ -10,6 +10,7 @@ import pytest
 from scalegate.serving_check.statistics.decide import (
     TURN_ERROR,
     WIDEST,
+    WIDEST_IF_FASTER,
     SequentialTest,
     block_log_ratio,
     block_order,
@@ -155,14 +156,25 @@ def test_a_clear_ratio_is_decided_at_the_first_look_and_a_borderline_one_never()
 
 def test_a_ratio_that_is_hardly_known_does_not_pass_however_high_it_is():
     test = SequentialTest(floor=FLOOR, number_of_ms=2, max_blocks=11)
-    swinging = [1.5 + 0.5 * (-1) ** index for index in range(11)]
+    swinging = [2.0 + 1.1 * (-1) ** index for index in range(11)]
     decision = decide_all([swinging, swinging], test)[0]
-    assert decision.low > FLOOR and decision.high > WIDEST * decision.low
+    assert decision.low > FLOOR and decision.shown[1] > WIDEST_IF_FASTER * decision.shown[0]
     assert (decision.status, decision.final) == ("inconclusive", True)
 
 
+def test_a_wide_interval_passes_only_if_all_of_it_is_faster():
+    test = SequentialTest(floor=0.6, number_of_ms=2, max_blocks=8)
+    swing = [0.25 * (-1) ** index for index in range(8)]
+    slower, faster = ([math.log(ratio) + noise for noise in swing] for ratio in (1.1, 1.6))
+    for values, status in ((slower, "inconclusive"), (faster, "pass")):
+        decision = decide_all([values, values], test)[0]
+        low, high = decision.shown
+        assert decision.low > test.floor and WIDEST * low < high < WIDEST_IF_FASTER * low
+        assert decision.status == status
+
+
 def test_a_ratios_width_is_that_of_its_95_percent_interval_not_of_the_decisions_limits():
-    values = [math.log(2.0) + noise for noise in (0.06, -0.1, 0.12, -0.08, 0.1, -0.12)]
+    values = [math.log(2.0) + noise for noise in (0.08, -0.14, 0.16, -0.11, 0.14, -0.16)]
     decision = decide(values, SequentialTest(floor=FLOOR, number_of_ms=6))
     assert decision.high > WIDEST * decision.low, "looks and Ms widen these"
     assert decision.shown[1] < WIDEST * decision.shown[0]
@@ -192,7 +204,7 @@ def test_one_burst_widens_the_interval_little_once_extremes_are_trimmed():
 
 
 def test_looks_are_few_and_end_at_the_last_block():
-    assert SequentialTest(FLOOR, MS, max_blocks=15).looks == (6, 8, 11, 15)
+    assert SequentialTest(FLOOR, MS, max_blocks=15).looks == (6, 7, 8, 9, 11, 13, 15)
     assert SequentialTest(FLOOR, MS, max_blocks=2).looks == (2,)
 
 
