@@ -108,7 +108,7 @@ class CpuRunner:
 
     def _sample(self, logits: Tensor, sequences: list[Sequence], positions: Tensor) -> Tensor:
         batch = self._sampling_batch(sequences)
-        if not (self._keeps_bits and batch.any_sampled):
+        if not (self._keeps_bits and batch.sampled):
             return sample(logits, batch, positions)
         # Row by row: how torch sums a row of probabilities depends on how many there are.
         device = self.model.device

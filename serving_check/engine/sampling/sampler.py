@@ -27,15 +27,14 @@ SCORED_AT_ONCE = 64
 class SamplingBatch:
     """The sampling parameters of a batch's rows as tensors; reused while the rows stay the same."""
 
-    any_sampled: bool
-    greedy: Tensor
-    """bool [B]: whether each row takes the most likely token."""
+    sampled: list[int]
+    """The indices of rows whose tokens are drawn; other rows take the most likely token."""
     temperature: Tensor
-    """float32 [B]; 1 for greedy rows."""
+    """The temperature of each sampled row, float32 [S, 1]."""
     seed: Tensor
-    """The seed of each row, int64 [B]."""
+    """The seed of each sampled row, int64 [S]."""
     filtered: list[int]
-    """The indices of rows with top_k, top_p or min_p."""
+    """The indices of rows with top_k, top_p or min_p among the sampled rows."""
     top_k: Tensor
     """int64 [len(filtered), 1]; 0 allows all tokens."""
     top_p: Tensor
@@ -47,22 +46,18 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, sequences: Rows[Sequence], device: torch.device) -> "SamplingBatch":
-        params = [sequence.params for sequence in sequences]
-        filtered = [
-            row
-            for row, p in enumerate(params)
-            if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-        ]
-        chosen = [params[row] for row in filtered]
+        sampled = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
+        params = [sequences[row].params for row in sampled]
+        filtered = [at for at, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+        chosen = [params[at] for at in filtered]
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(values, dtype=dtype), device)
 
         return cls(
-            any_sampled=any(p.temperature > 0 for p in params),
-            greedy=column([p.temperature == 0 for p in params], torch.bool),
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
-            seed=column([sequence.seed for sequence in sequences], torch.int64),
+            sampled=sampled,
+            temperature=column([p.temperature for p in params], torch.float32)[:, None],
+            seed=column([sequences[row].seed for row in sampled], torch.int64),
             filtered=filtered,
             top_k=column([p.top_k for p in chosen], torch.int64)[:, None],
             top_p=column([p.top_p for p in chosen], torch.float32)[:, None],
@@ -76,17 +71,18 @@ class SamplingBatch:
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     """Draw tokens int64 [B] from logits [B, V] for positions int64 [B] of the tokens to be drawn."""
-    greedy_tokens = first_argmax(logits)
-    if not batch.any_sampled:
-        return greedy_tokens
-    scores = logits.float() / batch.temperature[:, None]
+    tokens = first_argmax(logits)
+    if not batch.sampled:
+        return tokens
+    scores = logits[batch.sampled].float() / batch.temperature
     if batch.filtered:
         scores[batch.filtered] = _filter(scores[batch.filtered], batch)
     # One uniform number a row, looked up in the cumulative distribution: the first token whose sum is above.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
-    draw = uniform(batch.seed, positions)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    return torch.where(batch.greedy, greedy_tokens, tokens)
+    draw = uniform(batch.seed, positions[batch.sampled])[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    tokens[batch.sampled] = drawn
+    return tokens
 
 
 def first_argmax(logits: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float):
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4])
 def test_at_the_least_temperature_the_best_token_is_drawn(temperature: float):
     batch = batch_of(SamplingParams(temperature=temperature))
-    assert batch.any_sampled
+    assert batch.sampled
     assert sample(torch.tensor([[0.5, 2.0, 1.0]]), batch, torch.tensor([0])).tolist() == [1]
 
 
