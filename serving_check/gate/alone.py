@@ -21,6 +21,8 @@ FIRST_SEED = 3 * SEEDS_PER_M // 4
 above."""
 BLOCKS = 3
 """The least number of blocks that surely shows a slowdown of a third if repeats scatter by 4%."""
+BLOCKS_ON_CPU = 2
+"""The number of blocks on a CPU, where an idle server's CPU time decides; the least with a spread to show."""
 IDLE_S = 1.2
 """Seconds after which the driver's last sampling period contains no request."""
 
@@ -32,7 +34,7 @@ def alone_figures(servers: Servers, gpus: Sequence[int]) -> AloneFigures | None:
     gpus: the servers' GPUs; empty on a CPU
     """
     level = MeasuredM(max(servers.workload.ms))
-    if not measure_alone(servers, level, BLOCKS):
+    if not measure_alone(servers, level, BLOCKS if gpus else BLOCKS_ON_CPU):
         return None
     if gpus:
         time.sleep(IDLE_S)

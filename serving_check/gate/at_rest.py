@@ -140,11 +140,14 @@ class _Burst:
 
     def send(self) -> None:
         artifact, baseline = self._sides.artifact, self._sides.baseline
-        rate = self._rate(artifact)
+        rate = self._rate(artifact, FIRST_REQUESTS)
         size = max(1, min(MOST_IN_A_PART, round(rate * PART_S)))
         seconds = size / rate
         baseline_s = BASELINE_SHARE * seconds
-        baseline_size = 0 if baseline is None else max(1, round(self._rate(baseline) * baseline_s))
+        baseline_size = 0
+        if baseline is not None:
+            baseline_rate = self._rate(baseline, round(BASELINE_SHARE * FIRST_REQUESTS))
+            baseline_size = max(1, round(baseline_rate * baseline_s))
         while not self.errors and self._needs_another():
             if len(self.parts) == PARTS_BEFORE:
                 self._send_between(SEEN_REQUESTS - self.requests)
@@ -170,9 +173,9 @@ class _Burst:
         suspicious = shows_step(self.parts, self.baseline_parts) or shows_growth(self.parts)
         return sent < PARTS or (sent < PARTS + CONFIRMING_PARTS and suspicious)
 
-    def _rate(self, endpoint: Endpoint) -> float:
+    def _rate(self, endpoint: Endpoint, requests: int) -> float:
         """Return the server's requests per second, measured with the first requests of a burst."""
-        first = self._part(endpoint, FIRST_REQUESTS, FIRST_S)
+        first = self._part(endpoint, requests, FIRST_S)
         return max(first.requests, 1) / max(first.seconds, 1e-9)
 
     def _part(self, endpoint: Endpoint, requests: int, seconds: float) -> BurstPart:
