@@ -1,6 +1,6 @@
 """SGLang as an engine to validate on: `sglang serve`.
 
-The file follows SGLang's documentation (server arguments, production metrics); SGLang was not run.
+The options, series and log lines are those in the source of SGLang 0.5.16.
 """
 
 import functools
@@ -14,11 +14,23 @@ from .series import Series
 from .subprocess_endpoint import LogReader, SubprocessEndpoint, Telemetry
 
 COMMAND = ExternalCommand("sglang", "SGLang", {"fp8": "fp8_e4m3"})
-"""An idle SGLang server renews its metrics every 30 seconds (`_maybe_log_idle_metrics`)."""
+SPARE_TOKENS = 3
+"""Tokens that SGLang needs for each request beyond the request's own.
+
+SGLang shortens an answer silently unless prompt and answer leave two tokens of the context free
+(`Scheduler.init_req_max_new_tokens`). It admits a request only if more than two tokens of the KV pool would
+stay free for each running request that ignores the end of sequence (`PrefillAdder.add_one_req_ignore_eos`).
+"""
+LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""The variable that lets a context with spare tokens exceed what the model's config.json says. No request is
+longer than the config allows."""
+IDLE_RENEWAL_S = 30.0
+"""How often an idle SGLang server renews its metrics (`_maybe_log_idle_metrics`)."""
 SERIES = Series(
     running="sglang:num_running_reqs",
     waiting="sglang:num_queue_reqs",
     kv_cache_usage="sglang:token_usage",
+    preemptions="sglang:num_retracted_requests_total",
     prompt_tokens="sglang:prompt_tokens_total",
     generation_tokens="sglang:generation_tokens_total",
 )
@@ -26,7 +38,7 @@ STAGES = (
     (r"Load weight begin", "loading weights"),
     (r"Load weight end", "weights are loaded"),
     (r"KV Cache is allocated|Memory pool end", "the KV cache is allocated"),
-    (r"Capture (?:cuda graph|CUDA graph) begin", "capturing graphs"),
+    (r"Capture [^\n]*(?:cuda|CUDA) graph begin", "capturing graphs"),
     (r"The server is fired up", "serving"),
 )
 OUT_OF_MEMORY = (
@@ -41,22 +53,39 @@ FAILURES = (
         'end what else runs on that GPU, or give --engine-args "--mem-fraction-static 0.9"',
     ),
     (
-        r"[^\n]*[Aa]ddress already in use[^\n]*",
+        r"[^\n]*[Aa]ddress already in use[^\n]*|\w+ at \d+ is not available in \d+ seconds[^\n]*",
         "another program took the port meanwhile: run it again",
     ),
     (
-        r"Unknown quantization method[^\n]*|[^\n]*quantization[^\n]*not supported[^\n]*",
+        r"Unknown quantization method[^\n]*?(?=\. Must|\n|$)|"
+        r"(?:The quantization method|Quantization scheme) [^\n]*? ?is not supported[^\n]*|"
+        r"No compressed-tensors compatible scheme was found[^\n]*",
         "this SGLang does not read the format: use a newer one, another --export, or --engine embedded",
     ),
+    (
+        r"Model architectures \[[^\]]*\] are not supported for now",
+        "this SGLang does not have the model: use a newer one, or --engine embedded",
+    ),
     (r"(?:sglang|launch_server\.py): error: [^\n]*", "see `sglang serve --help`; check --engine-args"),
-    (r"(?:Value|Runtime|Assertion|Key|Type|Import|ModuleNotFound)Error: [^\n]*", "see the log"),
+    (
+        r"(?:Value|Runtime|Assertion|Key|Type|Import|ModuleNotFound|NotImplemented)Error: [^\n]*",
+        "see the log",
+    ),
 )
+ENDINGS = (
+    OUT_OF_MEMORY,
+    (
+        r"Subprocess \S+ \(pid=\d+\) crashed with exit code -(?:9|15)",
+        "another process ended it, or the machine is out of memory",
+    ),
+)
+"""Patterns for a server that the machine ended: SGLang's watchdog names the signal that killed a process."""
 READER = LogReader(
     functools.partial(last_stage, STAGES),
     functools.partial(first_failure, FAILURES),
-    functools.partial(first_failure, (OUT_OF_MEMORY,)),
+    functools.partial(first_failure, ENDINGS),
 )
-TELEMETRY = Telemetry(SERIES, renewal_s=30.0, log=READER)
+TELEMETRY = Telemetry(SERIES, renewal_s=IDLE_RENEWAL_S, log=READER)
 
 
 def _server(job: ServerJob) -> SubprocessEndpoint:
@@ -65,12 +94,15 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
     The server's KV pool is given in tokens, so that it takes no more of the GPU than the load needs.
     """
     options, placement = job.options, job.placement
+    environment = {}
     words = ["--disable-radix-cache", "--enable-metrics"]
     words += ["--max-running-requests", str(options.max_num_seqs)]
     if options.max_model_len is not None:
-        words += ["--context-length", str(options.max_model_len)]
+        words += ["--context-length", str(options.max_model_len + SPARE_TOKENS)]
+        environment[LONGER_CONTEXT] = "1"
     if options.kv_cache_tokens is not None:
-        words += ["--max-total-tokens", str(options.kv_cache_tokens)]
+        pool = options.kv_cache_tokens + SPARE_TOKENS * options.max_num_seqs
+        words += ["--max-total-tokens", str(pool)]
     if options.dtype != AUTO:
         words += ["--dtype", options.dtype]
     words += COMMAND.required_kv_cache_words(options.kv_cache_dtype)
@@ -78,7 +110,7 @@ def _server(job: ServerJob) -> SubprocessEndpoint:
         words += ["--tp-size", str(placement.tensor_parallel_size)]
     if placement.pipeline_parallel_size > 1:
         words += ["--pp-size", str(placement.pipeline_parallel_size)]
-    return COMMAND.server(job, ["--model-path", str(job.folder)], words, TELEMETRY)
+    return COMMAND.server(job, ["--model-path", str(job.folder)], words, TELEMETRY, environment)
 
 
 SGLANG = Engine(

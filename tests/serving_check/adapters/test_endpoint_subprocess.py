@@ -21,7 +21,7 @@ from scalegate.serving_check.adapters.engine import MemoryGrant, ServerJob
 from scalegate.serving_check.adapters.external_command import free_port
 from scalegate.serving_check.adapters.placement import Placement
 from scalegate.serving_check.adapters.prometheus_text import by_label, parse_metrics, total
-from scalegate.serving_check.adapters.sglang import SGLANG
+from scalegate.serving_check.adapters.sglang import LONGER_CONTEXT, SGLANG, SPARE_TOKENS
 from scalegate.serving_check.adapters.subprocess_endpoint import LogReader, Telemetry
 from scalegate.serving_check.adapters.vllm import VLLM
 from scalegate.serving_check.adapters.vllm_log import COMPILATIONS, ending_of
@@ -279,9 +279,10 @@ def test_sglang_is_started_by_its_own_command_on_its_own_gpus(tmp_path, monkeypa
     server = SGLANG.server(job)
     words = " ".join(server.command)
     assert words.startswith(f"sglang serve --model-path {tmp_path} ") and "--disable-radix-cache" in words
-    assert "--max-running-requests 16 --context-length 256 --max-total-tokens 4096" in words
+    context, pool = 256 + SPARE_TOKENS, 4096 + 16 * SPARE_TOKENS
+    assert f"--max-running-requests 16 --context-length {context} --max-total-tokens {pool}" in words
     assert words.endswith("--kv-cache-dtype fp8_e4m3 --tp-size 2 --attention-backend fa3")
-    assert server.env == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert server.env == {"CUDA_VISIBLE_DEVICES": "2,3", LONGER_CONTEXT: "1"}
     assert server.telemetry.renewal_s == 30
     said = server.telemetry.log.failure("x\nRuntimeError: Not enough memory. Please try to increase it\n")
     assert said is not None and "--mem-fraction-static" in said
