@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import config
 from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
-from . import code_packing, coded_tile, vectors
+from . import calls, code_packing, coded_tile, vectors
+from .calls import Call, StepNumber
 from .code_packing import BLOCK, TILES, Codes, PackedCodes, Scales
 from .coded_tile import PANEL_FROM, Instructions, Kind, clear, decode, multiply, store_rows, total
 from .openmp import gomp_parallel
+from .run_calls import compiled_function
 from .vectors import BYTES, number_at, room, run, take_number
 
 ALONE = 1 << 20
@@ -34,14 +36,18 @@ PANEL_ROWS = 64
 """Rows of x that are multiplied by a panel; their totals lie on the stack."""
 
 
+ROWS, THREADS, PARALLEL = map(int, (StepNumber.ROWS, StepNumber.THREADS, StepNumber.PARALLEL))
+
+
 class Kernel(NamedTuple):
-    """product: takes numbers alone, in the order of `_product`; part: the address of the code that each
-    thread runs
+    """product: takes numbers alone, in the order of `_product`; call: the address of the code that does the
+    same as one of a list of calls; part: the address of the code that each thread runs
 
     dtype: of x and y
     """
 
     product: Callable[..., int]
+    call: int
     part: int
     dtype: torch.dtype
 
@@ -69,6 +75,16 @@ def product_by(packed: PackedCodes, k: int, group_size: int, compiled: Kernel) -
     return multiply
 
 
+def product_call(packed: PackedCodes, k: int, group_size: int, compiled: Kernel, x: int, y: int) -> Call:
+    """Return the call that multiplies x [T, K] to y [T, N'], both in the kernel's dtype and contiguous.
+
+    x, y: places in the step's numbers. The packed tensors have to be kept.
+    """
+    weight = packed.codes.data_ptr(), packed.scales.data_ptr(), packed.factor.data_ptr()
+    sizes = packed.codes.shape[0] * BLOCK, k, group_size
+    return Call(compiled.call, (x, *weight, y, *sizes, compiled.part))
+
+
 @functools.cache
 def instructions_for(dtype: torch.dtype) -> Instructions:
     """Return the best vector instructions of this CPU, or of NUMBA_CPU_FEATURES, for activations of a
@@ -87,20 +103,14 @@ def kernel(instructions: Instructions, codes: Codes, scales: Scales) -> Kernel:
     """Return the compiled kernel; compiling takes a few seconds the first time."""
     kind = Kind(instructions, codes, scales)
     part = _part(_sources(), *map(int, kind))
-    signature = types.void(types.int64)
-    try:
-        compiled = cfunc(signature, error_model="numpy", cache=True)(part)
-    except RuntimeError:
-        # No folder can be written to.
-        compiled = cfunc(signature, error_model="numpy")(part)
-    product = njit(nogil=True, error_model="numpy")(
-        _product(_sources(), int(kind.pairs), int(scales.has_zero))
-    )
+    form = _sources(), int(kind.pairs), int(scales.has_zero)
+    product = njit(nogil=True, error_model="numpy")(_product(*form))
     with contextlib.suppress(RuntimeError):
         product.enable_caching()
     product.compile((types.int64,) * 12)
     product.disable_compile()
-    return Kernel(product, compiled.address or 0, torch.bfloat16 if kind.pairs else torch.float32)
+    dtype = torch.bfloat16 if kind.pairs else torch.float32
+    return Kernel(product, compiled_function(_call(*form)), compiled_function(part), dtype)
 
 
 @functools.cache
@@ -108,32 +118,60 @@ def _sources() -> str:
     """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
     closure.
     """
-    files = (Path(str(module.__file__)).read_bytes() for module in (code_packing, coded_tile, vectors))
+    files = (Path(str(module.__file__)).read_bytes() for module in (calls, code_packing, coded_tile, vectors))
     return hashlib.sha256(b"".join(files)).hexdigest()
 
 
-def _product(sources: str, is_bfloat16: int, has_zero: int) -> Callable[..., int]:
-    size = 2 if is_bfloat16 else 4
+@njit(error_model="numpy")
+def _multiply(
+    x: int, codes: int, scales: int, factor: int, y: int, m: int, n: int, k: int, group_size: int,
+    part: int, parallel: int, threads: int, is_bfloat16: int, has_zero: int,
+) -> int:  # fmt: skip
+    """Arguments x, codes, scales, factor, y, part, parallel are addresses."""
+    # Without zero points nobody reads sums.
+    groups = k // group_size if has_zero else 0
+    sums = np.empty(m * groups, np.float32)
+    for group in range(m * groups):
+        if is_bfloat16:
+            sums[group] = total(x + group * group_size * 2, group_size, 1)
+        else:
+            sums[group] = total(x + group * group_size * 4, group_size, 0)
+    task = np.empty(11, np.int64)
+    task[0], task[1], task[2], task[3], task[4] = 0, x, codes, scales, sums.ctypes.data
+    task[5], task[6], task[7], task[8], task[9], task[10] = y, m, n, k, group_size, factor
+    run(parallel, threads, part, task.ctypes.data)
+    # numba frees an array after its last mention, and addresses do not count.
+    return len(sums) + len(task)
 
+
+def _product(sources: str, is_bfloat16: int, has_zero: int) -> Callable[..., int]:
     def product(
         x: int, codes: int, scales: int, factor: int, y: int, m: int, n: int, k: int, group_size: int,
         part: int, parallel: int, threads: int,
     ) -> int:  # fmt: skip
         """Arguments x, codes, scales, factor, y, part, parallel are addresses."""
         _ = sources
-        # Without zero points nobody reads sums.
-        groups = k // group_size if has_zero else 0
-        sums = np.empty(m * groups, np.float32)
-        for group in range(m * groups):
-            sums[group] = total(x + group * group_size * size, group_size, is_bfloat16)
-        task = np.empty(11, np.int64)
-        task[0], task[1], task[2], task[3], task[4] = 0, x, codes, scales, sums.ctypes.data
-        task[5], task[6], task[7], task[8], task[9], task[10] = y, m, n, k, group_size, factor
-        run(parallel, threads, part, task.ctypes.data)
-        # numba frees an array after its last mention, and addresses do not count.
-        return len(sums) + len(task)
+        return _multiply(
+            x, codes, scales, factor, y, m, n, k, group_size, part, parallel, threads, is_bfloat16, has_zero
+        )
 
     return product
+
+
+def _call(sources: str, is_bfloat16: int, has_zero: int) -> Callable[[Any], None]:
+    def call(numbers: Any) -> None:
+        """numbers: the step's, then those of `product_call`"""
+        _ = sources
+        step, m = number_at(numbers, 0), number_at(number_at(numbers, 0), ROWS)
+        n, k = number_at(numbers, 6), number_at(numbers, 7)
+        parallel = number_at(step, PARALLEL) if n * k * (m + 1) >= ALONE else 0
+        _multiply(
+            number_at(step, number_at(numbers, 1)), number_at(numbers, 2), number_at(numbers, 3),
+            number_at(numbers, 4), number_at(step, number_at(numbers, 5)), m, n, k, number_at(numbers, 8),
+            number_at(numbers, 9), parallel, number_at(step, THREADS), is_bfloat16, has_zero,
+        )  # fmt: skip
+
+    return call
 
 
 def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) -> Callable[[int], None]:

@@ -104,6 +104,17 @@ def number_at(typing: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def real_at(typing: Any, address: Any, index: Any) -> Any:
+    """Return the float64 numbered `index` at `address`."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        bits = load(builder, plus(builder, arguments[0], builder.mul(arguments[1], long(8))), LONG)
+        return builder.bitcast(bits, ir.DoubleType())
+
+    return types.float64(types.int64, types.int64), code
+
+
+@intrinsic
 def pointer(typing: Any, address: Any, kind: Any) -> Any:
     """Return an address as a pointer to numbers of the type of `kind`, for `numba.carray`."""
     result = types.CPointer(kind)

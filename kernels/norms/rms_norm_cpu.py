@@ -17,15 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, njit, types
+from torch import Tensor
 
 from ..attention.kvarn.cpu import lanes
 from ..attention.kvarn.cpu.compiled import NUMBERS
 from ..attention.kvarn.cpu.lanes import WIDTH, fma, load, splat, store, total
 from ..attention.kvarn.cpu.tile import ONE, ZERO
-from ..cpu import vectors
-from ..cpu.vectors import pointer
+from ..cpu import calls, vectors
+from ..cpu.calls import Call, StepNumber
+from ..cpu.run_calls import compiled_function
+from ..cpu.vectors import number_at, pointer, real_at
 
 DIM_MULTIPLE = 2 * WIDTH
+ROWS = int(StepNumber.ROWS)
+NOTHING = -1
+"""In place of the place of what is added."""
 Kernel = Callable[..., None]
 
 
@@ -62,6 +68,20 @@ def norm_row(x: Any, at: int, weight: Any, out: Any, dim: int, eps: float) -> No
         store(out, at + d, load(out, at + d) * load(weight, d))
 
 
+@njit(error_model="numpy")
+def _norm_rows(
+    zero: Any, x_at: int, added_at: int, weight_at: int, out_at: int, rows: int, dim: int, eps: float
+) -> None:
+    size = rows * dim
+    x, out = carray(pointer(x_at, zero), size), carray(pointer(out_at, zero), size)
+    weight, added = carray(pointer(weight_at, zero), dim), carray(pointer(added_at, zero), size)
+    for row in range(0, size, dim):
+        if added_at:
+            for d in range(row, row + dim, WIDTH):
+                store(x, d, load(x, d) + load(added, d))
+        norm_row(x, row, weight, out, dim, eps)
+
+
 def _rms_norm(sources: str, zero: np.generic) -> Kernel:
     """sources: a digest of all source code that is compiled into the kernel, since numba's cache looks at
     this file alone
@@ -75,19 +95,40 @@ def _rms_norm(sources: str, zero: np.generic) -> Kernel:
         weight [dim]. added_at is 0 if nothing is added.
         """
         _ = sources
-        size = rows * dim
-        x, out = carray(pointer(x_at, zero), size), carray(pointer(out_at, zero), size)
-        weight, added = carray(pointer(weight_at, zero), dim), carray(pointer(added_at, zero), size)
-        for row in range(0, size, dim):
-            if added_at:
-                for d in range(row, row + dim, WIDTH):
-                    store(x, d, load(x, d) + load(added, d))
-            norm_row(x, row, weight, out, dim, eps)
+        _norm_rows(zero, x_at, added_at, weight_at, out_at, rows, dim, eps)
 
     return rms_norm
 
 
+def norm_call(x: int, added: int, weight: Tensor, out: int, eps: float) -> Call:
+    """x, added, out: places in the step's numbers; `added` is NOTHING if nothing is added to x. The weight,
+    contiguous, has to be kept.
+    """
+    numbers = x, added, weight.data_ptr(), out, len(weight), eps
+    return Call(_norm_function(weight.dtype), numbers)
+
+
+@functools.cache
+def _norm_function(dtype: torch.dtype) -> int:
+    return compiled_function(_norm(_sources(), np.dtype(str(NUMBERS[dtype])).type(0)))
+
+
+def _norm(sources: str, zero: np.generic) -> Callable[[Any], None]:
+    """The same as `_rms_norm`, for a call of `norm_call`."""
+
+    def norm(numbers: Any) -> None:
+        _ = sources
+        step, added = number_at(numbers, 0), number_at(numbers, 2)
+        added_at = 0 if added == NOTHING else number_at(step, added)
+        x_at, out_at = number_at(step, number_at(numbers, 1)), number_at(step, number_at(numbers, 4))
+        rows, dim, eps = number_at(step, ROWS), number_at(numbers, 5), real_at(numbers, 6)
+        _norm_rows(zero, x_at, added_at, number_at(numbers, 3), out_at, rows, dim, eps)
+
+    return norm
+
+
 @functools.cache
 def _sources() -> str:
-    files = (Path(str(path)).read_bytes() for path in (__file__, lanes.__file__, vectors.__file__))
+    modules = (lanes, vectors, calls)
+    files = (Path(str(path)).read_bytes() for path in (__file__, *(each.__file__ for each in modules)))
     return hashlib.sha256(b"".join(files)).hexdigest()

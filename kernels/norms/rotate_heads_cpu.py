@@ -8,39 +8,56 @@
 Every product and every sum is rounded to the dtype, as in transformers, so the bits are the same.
 """
 
-import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, njit, types
+from numba import carray, njit
 
 from ..attention.kvarn.cpu import lanes
 from ..attention.kvarn.cpu.compiled import NUMBERS
 from ..attention.kvarn.cpu.lanes import WIDTH, load, store
-from ..cpu import vectors
-from ..cpu.vectors import number_at, pointer
+from ..cpu import calls, vectors
+from ..cpu.calls import Call, StepNumber
+from ..cpu.run_calls import compiled_function
+from ..cpu.vectors import number_at, pointer, real_at
 from . import rms_norm_cpu
 from .rms_norm_cpu import norm_row
 
-Kernel = Callable[..., None]
+ROWS, POSITIONS, COS, SIN = map(int, (StepNumber.ROWS, StepNumber.POSITIONS, StepNumber.COS, StepNumber.SIN))
+
+
+class HeadNorm(NamedTuple):
+    """weight: the address of the norm's weight [D]; 0 for heads without a norm."""
+
+    weight: int = 0
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of query and key of a row. Other numbers may follow them, up to `stride`."""
+
+    stride: int
+    queries: int
+    keys: int
+    dim: int
+
+
+def rotate_call(x: int, heads: Heads, q_norm: HeadNorm, k_norm: HeadNorm, dtype: torch.dtype) -> Call:
+    """x: a place in the step's numbers. `rms_norm_cpu` has to serve the heads."""
+    numbers = x, heads.stride, heads.queries, heads.keys, heads.dim
+    return Call(_rotate_function(dtype), (*numbers, q_norm.weight, k_norm.weight, q_norm.eps, k_norm.eps))
 
 
 @functools.cache
-def rotate_heads(dtype: torch.dtype) -> Kernel:
-    """Return `rotate_heads` compiled for one dtype and heads that `rms_norm_cpu` serves."""
-    zero = np.dtype(str(NUMBERS[dtype])).type(0)
-    compiled = njit(nogil=True, error_model="numpy")(_rotate_heads(_sources(), zero))
-    # Raised where no folder can be written to.
-    with contextlib.suppress(RuntimeError):
-        compiled.enable_caching()
-    compiled.compile((*(types.int64,) * 11, types.float64, types.float64))
-    compiled.disable_compile()
-    return compiled
+def _rotate_function(dtype: torch.dtype) -> int:
+    return compiled_function(_rotate_heads(_sources(), np.dtype(str(NUMBERS[dtype])).type(0)))
 
 
 @njit(error_model="numpy")
@@ -64,28 +81,28 @@ def _rotate(x: Any, at: int, dim: int, cos: Any, sin: Any, place: int, scratch: 
         store(x, at + half + d, by_cos + by_sin)
 
 
-def _rotate_heads(sources: str, zero: np.generic) -> Kernel:
+def _rotate_heads(sources: str, zero: np.generic) -> Callable[[Any], None]:
     """sources: a digest of all source code that is compiled into the kernel, since numba's cache looks at
     this file alone
     zero: a number of the type that the tensors' memory is read as
     """
 
-    def rotate_heads(
-        x_at: int, stride: int, rows: int, q_heads: int, k_heads: int, dim: int, q_weight_at: int,
-        k_weight_at: int, cos_at: int, sin_at: int, positions_at: int, q_eps: float, k_eps: float,
-    ) -> None:  # fmt: skip
-        """stride: numbers from one row of x to the next
-        q_weight_at, k_weight_at: addresses of the norms' weights [D]; 0 for heads without a norm
-        positions_at: address of the rows' positions, int64
-        """
+    def rotate_heads(numbers: Any) -> None:
+        """numbers: the step's, then those of `rotate_call`"""
         _ = sources
-        x = carray(pointer(x_at, zero), rows * stride)
-        cos, sin = carray(pointer(cos_at, zero), dim), carray(pointer(sin_at, zero), dim)
+        step = number_at(numbers, 0)
+        stride, q_heads, k_heads = number_at(numbers, 2), number_at(numbers, 3), number_at(numbers, 4)
+        dim, q_weight_at, k_weight_at = number_at(numbers, 5), number_at(numbers, 6), number_at(numbers, 7)
+        q_eps, k_eps = real_at(numbers, 8), real_at(numbers, 9)
+        rows = number_at(step, ROWS)
+        x = carray(pointer(number_at(step, number_at(numbers, 1)), zero), rows * stride)
+        cos = carray(pointer(number_at(step, COS), zero), dim)
+        sin = carray(pointer(number_at(step, SIN), zero), dim)
         q_weight = carray(pointer(q_weight_at, zero), dim)
         k_weight = carray(pointer(k_weight_at, zero), dim)
         scratch = np.empty(WIDTH, x.dtype)
         for row in range(rows):
-            place = number_at(positions_at, row) * dim
+            place = number_at(number_at(step, POSITIONS), row) * dim
             for head in range(q_heads + k_heads):
                 at = row * stride + head * dim
                 if head < q_heads:
@@ -100,6 +117,6 @@ def _rotate_heads(sources: str, zero: np.generic) -> Kernel:
 
 @functools.cache
 def _sources() -> str:
-    modules = (lanes, vectors, rms_norm_cpu)
+    modules = (lanes, vectors, calls, rms_norm_cpu)
     files = (Path(str(path)).read_bytes() for path in (__file__, *(each.__file__ for each in modules)))
     return hashlib.sha256(b"".join(files)).hexdigest()

@@ -5,6 +5,7 @@ The kernel is `kernels/attention/paged/cpu_decode.py`, the reference `kernels/at
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +13,13 @@ from torch import Tensor
 from ...kernels.attention import reference
 from ...kernels.attention.options import AttentionOptions
 from ...kernels.attention.reference import GatheredPages, TokenGroup
+from ...kernels.cpu.calls import Call
 from .attention_metadata import AttentionMetadata, HostMetadata
 from .layer import StoredPages, Workspaces, by_token
 from .threads import Threads
+
+if TYPE_CHECKING:
+    from ...kernels.attention.paged.cpu_decode import MergedHeads
 
 WORTH_A_THREAD = 512
 """Keys of all requests and heads together for which one more thread is worth waking: about 40 µs of work."""
@@ -115,6 +120,14 @@ class CpuLayerKV:
             output[prompts] = self._by_reference(query, key, value, metadata, options, prompts)
         return output
 
+    def decode_call(self, heads: "MergedHeads", options: AttentionOptions) -> Call | None:
+        """Return the compiled call that does the same for steps in which all requests decode; None if there
+        is none.
+        """
+        if self._decoder is None or options.sinks is not None:
+            return None
+        return self._decoder.call(heads, options)
+
     def _by_reference(
         self,
         query: Tensor,
@@ -140,14 +153,21 @@ class _Decoder:
 
     def __init__(self, stored: StoredPages, workspaces: Workspaces):
         # Imported only where it is needed: importing numba takes half a second.
-        from ...kernels.attention.paged.cpu_decode import decode_kernel, layer_numbers
+        from ...kernels.attention.paged import cpu_decode
 
         self._dtype = stored.key_pages.dtype
-        self._kernel = decode_kernel(self._dtype)
-        self._layer = layer_numbers(stored.key_pages, stored.value_pages)
+        self._kernel = cpu_decode.decode_kernel(self._dtype)
+        self._call_of = cpu_decode.decode_call
+        self._layer = cpu_decode.layer_numbers(stored.key_pages, stored.value_pages)
         self._layer_at = self._layer.ctypes.data
         self._heads, self._value_dim = stored.value_pages.shape[2:]
         self._threads = workspaces.get(Threads, Threads)
+
+    def call(self, heads: "MergedHeads", options: AttentionOptions) -> Call | None:
+        if heads.dtype is not self._dtype:
+            return None
+        scale, cap = float(options.scale), float(options.softcap or 0.0)
+        return self._call_of(self._layer, heads, options.window, scale, cap, WORTH_A_THREAD)
 
     def attend(
         self,

@@ -10,10 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor, library, nn
 
+from ...kernels.cpu.calls import Call
 from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.weight_format import WeightFormat, spec_from_json, spec_to_json
 from ..packing.all_layouts import LAYOUTS
-from ..packing.layout import BindingLayout, InputScalesLayout, Layout, PackedWeight, rounds_inputs
+from ..packing.layout import BindingLayout, CallLayout, InputScalesLayout, Layout, PackedWeight, rounds_inputs
 
 INPUT_BUFFER = "input_{}"
 
@@ -92,6 +93,14 @@ class QuantizedLinear(nn.Module):
         if isinstance(self.layout, BindingLayout):
             return self.layout.product_by(self._packed)
         return lambda x: self.layout.matmul(x, self._packed).contiguous()
+
+    def call_of_rows(self, x: int, y: int) -> Call | None:
+        """Return the compiled call of the same product, x and y known by their places in the step's numbers;
+        None if there is none.
+        """
+        if self._rounds_before or self._has_bias or not isinstance(self.layout, CallLayout):
+            return None
+        return self.layout.call_by(self._packed, x, y)
 
     def extra_repr(self) -> str:
         text = (

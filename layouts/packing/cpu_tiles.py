@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES
 from ...kernels.cpu import code_packing
+from ...kernels.cpu.calls import Call
 from ...kernels.cpu.code_packing import BLOCK, Codes, PackedCodes, Scales
 from ...kernels.iq2_xxs.grid import MAGNITUDES, grid, signs
 from ..formats import iq2_xxs, nvfp4
@@ -62,25 +63,37 @@ class CpuTiles:
         return self.product_by(packed)(x)
 
     def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
-        tensors, attributes, dtype, (n, k) = packed.tensors, packed.attributes, packed.dtype, packed.shape
-        product_by, kernel = _kernel(dtype, self.codes.value, attributes["scales"])
-        codes = PackedCodes(tensors["codes"], tensors["scales"], tensors["factor"])
-        multiply = product_by(codes, k, attributes["group_size"], kernel)
+        from ...kernels.cpu.coded_matmul import product_by
+
+        dtype, (n, k) = packed.dtype, packed.shape
+        kernel = _kernel(dtype, self.codes.value, packed.attributes["scales"])
+        multiply = product_by(_codes(packed), k, packed.attributes["group_size"], kernel)
         if kernel.dtype is dtype and n % BLOCK == 0:
             return multiply
         return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype).contiguous()
 
+    def call_by(self, packed: PackedWeight, x: int, y: int) -> Call | None:
+        from ...kernels.cpu.coded_matmul import product_call
+
+        kernel = _kernel(packed.dtype, self.codes.value, packed.attributes["scales"])
+        if kernel.dtype is not packed.dtype or packed.shape[0] % BLOCK:
+            return None
+        return product_call(_codes(packed), packed.shape[1], packed.attributes["group_size"], kernel, x, y)
+
+
+def _codes(packed: PackedWeight) -> PackedCodes:
+    return PackedCodes(packed.tensors["codes"], packed.tensors["scales"], packed.tensors["factor"])
+
 
 @functools.cache
-def _kernel(dtype: torch.dtype, codes: int, scales: int) -> tuple[Callable[..., Any], Any]:
-    """Return what makes products by a weight, and the compiled kernel that it takes, for activations of
-    `dtype`.
+def _kernel(dtype: torch.dtype, codes: int, scales: int) -> Any:
+    """Return the compiled kernel for activations of `dtype`.
 
-    The kernel's modules are imported only here, because numba takes half a second to import.
+    The kernel's modules are imported only where they are needed, because numba takes half a second to import.
     """
-    from ...kernels.cpu.coded_matmul import instructions_for, kernel, product_by
+    from ...kernels.cpu.coded_matmul import instructions_for, kernel
 
-    return product_by, kernel(instructions_for(dtype), Codes(codes), Scales(scales))
+    return kernel(instructions_for(dtype), Codes(codes), Scales(scales))
 
 
 def _arrange_int4(weight: Int4Weight) -> tuple[PackedCodes, Scales, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...base.batch_invariance import BatchInvariance
 from ...base.registry import Registry
+from ...kernels.cpu.calls import Call
 from ..formats.input_format import InputFormat, dynamic_input
 from ..formats.weight_format import Weight, WeightFormat
 from .routing import Routing
@@ -196,6 +197,17 @@ class BindingLayout(Protocol):
 
     def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
         """Return `matmul` by this weight, whose tensors stay where they are; y is contiguous."""
+        ...
+
+
+@runtime_checkable
+class CallLayout(Protocol):
+    """A layout whose product can be one of a list of compiled calls."""
+
+    def call_by(self, packed: PackedWeight, x: int, y: int) -> Call | None:
+        """Return the call that multiplies x [T, K] by this weight to y [T, N], both contiguous and known by
+        their places in the step's numbers; None if this weight has none.
+        """
         ...
 
 

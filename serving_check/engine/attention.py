@@ -72,6 +72,11 @@ class AttentionLayer:
     temperature: "Temperature | None" = None
     alibi: Alibi | None = None
 
+    @property
+    def only_attends(self) -> bool:
+        """Say whether queries and keys go to the storage as they are."""
+        return self.temperature is None and self.alibi is None
+
 
 @dataclass(frozen=True)
 class Temperature:

@@ -71,15 +71,18 @@ class Forward:
     def _compute(
         self, token_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None
     ) -> Tensor:
+        dense, host = self._dense, metadata.host
+        if dense is not None and host is not None and dense.takes(len(token_ids)):
+            longest = max(host.seq_lens.tolist())
+            if dense.decodes and host.num_decodes == len(token_ids):
+                return dense.decode(token_ids, metadata, longest)
+            attention = PagedAttention(self.layers, self.storage, metadata)
+            return dense(token_ids, metadata.positions, longest, attention, logits_indices)
         attention = PagedAttention(self.layers, self.storage, metadata)
         states = StepStates(self.states, metadata)
         if self.as_op:
             return self._run_with_ops(token_ids, metadata.positions, Step(attention, states), logits_indices)
         is_column = logits_indices is None
-        dense = self._dense
-        if dense is not None and metadata.host is not None and dense.takes(len(token_ids)):
-            longest = int(metadata.host.seq_lens.max())
-            return dense(token_ids, metadata.positions, longest, attention, logits_indices)
         logits = self._run(token_ids, metadata.positions, attention, states, logits_indices, int(is_column))
         return logits.flatten(0, 1)
 
@@ -96,7 +99,8 @@ class Forward:
         from .dense.step import dense_step
 
         if not self.states and self.long_requests is None:
-            self._dense = dense_step(self.model, self._column)
+            options = {index: layer.options for index, layer in self.layers.items() if layer.only_attends}
+            self._dense = dense_step(self.model, self._column, options, self.storage)
 
     def _column(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Run a decode step of a model without states."""

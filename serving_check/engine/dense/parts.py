@@ -46,6 +46,8 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class DenseModel:
+    vocab_size: int
+    """Tokens are below it."""
     embed: nn.Module
     layers: list[DenseLayer]
     norm: CpuRMSNorm
@@ -73,7 +75,8 @@ def dense_model(model: PreTrainedModel) -> DenseModel | None:
         return None
     hooks = [(each._forward_hooks, each._forward_pre_hooks) for each in model.modules()]
     all_hooks = tuple(mapping for pair in hooks for mapping in pair)
-    return DenseModel(body.get_submodule("embed_tokens"), found, norm, head, rotary, all_hooks)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    return DenseModel(vocab_size, body.get_submodule("embed_tokens"), found, norm, head, rotary, all_hooks)
 
 
 def _layer(layer: nn.Module) -> DenseLayer | None:

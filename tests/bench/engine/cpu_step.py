@@ -11,24 +11,36 @@ about 0.5 µs a call, which is in the figures. Not for the HTTP side: cpu_server
 import argparse
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from scalegate.base.atomic_files import write_json
+from scalegate.kernels.cpu.calls import Call
 from scalegate.layouts.choosing.plan import device_name
 from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.pipeline.commands.llm import LLM
 from scalegate.pipeline.machine.cores import model_threads
 from scalegate.serving_check.engine.attention import PagedAttention
+from scalegate.serving_check.engine.dense.program import Part, Program
 from scalegate.serving_check.engine.request import SamplingParams
 from torch import nn
 
 RESULTS = Path(__file__).parents[1] / "results" / "engine" / "cpu_step.json"
 PROMPT_TOKENS = 64
+LAYER_PARTS = (
+    "norms, residuals",
+    "product: layers",
+    "rotary embedding, norms of heads",
+    "attention over pages",
+    "product: layers",
+    "norms, residuals",
+    "product: layers",
+    "activation",
+    "product: layers",
+)
+"""Of each layer in a `Program`."""
 LEAST = 0.25
 """The share of a part's times that is averaged."""
 
@@ -85,29 +97,32 @@ def wrap_model(model: Any, parts: Parts) -> None:
         parts.wrap("rotary embedding: applied", modeling, "apply_rotary_pos_emb")
 
 
+def split_program(parts: Parts) -> None:
+    """Make the programs of dense models run call by call, each timed as its part."""
+
+    def apart(program: Program, all_parts: Iterable[Call | Part]) -> list[Part]:
+        each = [program._calls_part([part]) if isinstance(part, Call) else part for part in all_parts]
+        # After the embedding, if it is a call, and before the last norm.
+        layers = (len(each) - 1) // len(LAYER_PARTS)
+        names = [*["embedding"] * ((len(each) - 1) % len(LAYER_PARTS)), *LAYER_PARTS * layers, LAYER_PARTS[0]]
+        return [parts.timed(name, part) for name, part in zip(names, each, strict=True)]
+
+    Program._joined = apart  # type: ignore[method-assign]
+
+
 def wrap_step(forward: Any, parts: Parts) -> None:
     """Time the parts of steps that call no modules of the model's."""
     parts.wrap("step's own", forward, "_compute")
-    decoder = forward._dense
-    if decoder is None:
-        return
-    parts.wrap("norms, residuals", decoder, "_rms_norm")
-    parts.wrap("rotary embedding, norms of heads", decoder, "_rotate")
-    parts.wrap("product: logits", decoder, "_head")
-    timed = partial(parts.timed, "product: layers")
-    decoder._layers = [
-        replace(
-            layer,
-            **{name: timed(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")},
-        )
-        for layer in decoder._layers
-    ]
+    if forward._dense is not None:
+        parts.wrap("product: logits", forward._dense._program, "head")
 
 
 def profile(folder: str, counts: list[int], steps: int) -> list[dict[str, Any]]:
     rows = []
+    parts, joined = Parts(), Program._joined
+    split_program(parts)
     with LLM(folder, progress=False, max_num_seqs=max(counts)) as llm:
-        engine, parts = llm._engine, Parts()
+        engine = llm._engine
         attend = PagedAttention.layer
         PagedAttention.layer = parts.timed("attention over pages", attend)  # type: ignore[method-assign]
         runner = engine.runner
@@ -121,7 +136,7 @@ def profile(folder: str, counts: list[int], steps: int) -> list[dict[str, Any]]:
         for count in counts:
             rows.append({"m": count, **one_count(engine, parts, count, steps)})
             print(folder, rows[-1], flush=True)
-        PagedAttention.layer = attend  # type: ignore[method-assign]
+    PagedAttention.layer, Program._joined = attend, joined  # type: ignore[method-assign]
     return rows
 
 

@@ -4,7 +4,13 @@ import copy
 
 import pytest
 import torch
+from scalegate.kernels.cpu.coded_matmul import instructions_for
+from scalegate.kernels.cpu.coded_tile import Instructions
+from scalegate.layouts.formats.int4 import Int4
+from scalegate.layouts.modules.linear import QuantizedLinear
 from scalegate.layouts.modules.merged_linear import layers_with_one_input, merge_unquantized
+from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
 from scalegate.serving_check.engine.attention import attention_layers
 from scalegate.serving_check.engine.dense.step import DenseStep
 from scalegate.serving_check.engine.engine import Engine
@@ -65,6 +71,25 @@ def merged_model(config, dtype=torch.bfloat16) -> PreTrainedModel:
     return model
 
 
+def quantized(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with all layers but the head in INT4, as a loader packs them."""
+    layers = {
+        name: module
+        for name, module in model.model.named_modules(remove_duplicate=False)
+        if type(module) is torch.nn.Linear
+    }
+    spec, done = Int4(32), {}
+    for name, linear in layers.items():
+        if linear not in done:
+            values = linear.weight.detach()
+            weight = QUANTIZERS[spec.name].quantize(values, spec, values.dtype, {}).weight
+            packed = LAYOUTS["cpu_int4_tiles"].pack(weight, linear.weight.dtype)
+            done[linear] = QuantizedLinear(packed, linear.bias)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.model.get_submodule(parent), leaf, done[linear])
+    return model
+
+
 def engine_of(model: PreTrainedModel, **options) -> Engine:
     return Engine(model, EngineOptions(max_num_seqs=8, kv_cache_tokens=4096, **options), frozenset())
 
@@ -83,6 +108,26 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 def test_tokens_are_those_of_transformers_modules(config, dtype):
     engine = engine_of(merged_model(config, dtype), prefill_chunk=29)  # which cuts two of the prompts
     assert step_of(engine) is not None
+    without_modules = answers(engine)
+    engine.runner._forward._dense = None
+    assert without_modules == answers(engine)
+    assert len(set(without_modules[0])) > 2, "a model that repeats itself would hide faults"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("config", DENSE.values(), ids=DENSE)
+def test_quantized_layers_in_lists_of_calls_give_the_same_tokens(config, threads, monkeypatch):
+    """Products, attention and activation are in the lists; two threads share the work of the first two."""
+    monkeypatch.setattr("scalegate.layouts.kv.cpu.WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    config = copy.deepcopy(config)
+    config.intermediate_size = 128
+    engine = engine_of(quantized(merged_model(config)), prefill_chunk=29)
+    step = step_of(engine)
+    assert step is not None and step.decodes
+    # Biases are added by modules, and other CPUs multiply in float32.
+    in_one_list = instructions_for(torch.bfloat16) is Instructions.BF16 and config.model_type != "qwen2"
+    assert (len(step._program._decoding) == 1) is in_one_list
     without_modules = answers(engine)
     engine.runner._forward._dense = None
     assert without_modules == answers(engine)
