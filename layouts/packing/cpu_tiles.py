@@ -63,22 +63,20 @@ class CpuTiles:
         return self.product_by(packed)(x)
 
     def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
-        from ...kernels.cpu.coded_matmul import product_by
-
         dtype, (n, k) = packed.dtype, packed.shape
-        kernel = _kernel(dtype, self.codes.value, packed.attributes["scales"])
-        multiply = product_by(_codes(packed), k, packed.attributes["group_size"], kernel)
+        coded_matmul, kernel = _kernel(dtype, self.codes.value, packed.attributes["scales"])
+        multiply = coded_matmul.product_by(_codes(packed), k, packed.attributes["group_size"], kernel)
         if kernel.dtype is dtype and n % BLOCK == 0:
             return multiply
         return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype).contiguous()
 
     def call_by(self, packed: PackedWeight, x: int, y: int) -> Call | None:
-        from ...kernels.cpu.coded_matmul import product_call
-
-        kernel = _kernel(packed.dtype, self.codes.value, packed.attributes["scales"])
+        coded_matmul, kernel = _kernel(packed.dtype, self.codes.value, packed.attributes["scales"])
         if kernel.dtype is not packed.dtype or packed.shape[0] % BLOCK:
             return None
-        return product_call(_codes(packed), packed.shape[1], packed.attributes["group_size"], kernel, x, y)
+        k, group_size = packed.shape[1], packed.attributes["group_size"]
+        call: Call = coded_matmul.product_call(_codes(packed), k, group_size, kernel, x, y)
+        return call
 
 
 def _codes(packed: PackedWeight) -> PackedCodes:
@@ -86,14 +84,15 @@ def _codes(packed: PackedWeight) -> PackedCodes:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, codes: int, scales: int) -> Any:
-    """Return the compiled kernel for activations of `dtype`.
+def _kernel(dtype: torch.dtype, codes: int, scales: int) -> tuple[Any, Any]:
+    """Return the module of the products, and the compiled kernel for activations of `dtype`.
 
-    The kernel's modules are imported only where they are needed, because numba takes half a second to import.
+    The module is imported only here, because numba takes half a second to import.
     """
-    from ...kernels.cpu.coded_matmul import instructions_for, kernel
+    from ...kernels.cpu import coded_matmul
 
-    return kernel(instructions_for(dtype), Codes(codes), Scales(scales))
+    instructions = coded_matmul.instructions_for(dtype)
+    return coded_matmul, coded_matmul.kernel(instructions, Codes(codes), Scales(scales))
 
 
 def _arrange_int4(weight: Int4Weight) -> tuple[PackedCodes, Scales, int]:

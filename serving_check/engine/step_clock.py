@@ -45,12 +45,12 @@ class StepClock:
     @contextmanager
     def launch(self) -> Iterator[None]:
         """Measure a launch; on a CPU, the model's computation itself."""
-        if self._device is None:
-            with self.waiting():
-                yield
-            return
+        started = time.perf_counter()
         yield
-        self._device.ends()
+        if self._device is None:
+            self._away_seconds += time.perf_counter() - started
+        else:
+            self._device.ends()
 
     def device_starts(self) -> None:
         """Note that the first operation of a launch follows, after the host's preparations."""

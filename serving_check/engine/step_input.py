@@ -221,15 +221,18 @@ class StepBuffers:
 
     def _stage_decodes(self, arrays: _Arrays[np.ndarray], decode: Rows[Sequence], shape: StepShape) -> None:
         count, page_size = len(decode), self.page_size
-        seq_lens = np.array([len(sequence.tokens) for sequence in decode], np.int64)
+        lengths = [len(sequence.tokens) for sequence in decode]
+        seq_lens = np.array(lengths, np.int64)
         rows = np.array([sequence.row for sequence in decode], np.int64)
         positions = seq_lens - 1
-        width = -(-int(seq_lens.max()) // page_size)
-        arrays.block_table[:count, :width] = self.pool_table[rows, :width]
-        pages = arrays.block_table[np.arange(count), positions // page_size].astype(np.int64)
+        width = -(-max(lengths) // page_size)
+        table = self.pool_table[rows, :width]
+        arrays.block_table[:count, :width] = table
+        numbers, offsets = np.divmod(positions, page_size)
+        pages = table[self._counting[:count], numbers].astype(np.int64)
         arrays.token_ids[:count] = [sequence.tokens[-1] for sequence in decode]
         arrays.positions[:count] = positions
-        arrays.slot_mapping[:count] = pages * page_size + positions % page_size
+        arrays.slot_mapping[:count] = pages * page_size + offsets
         arrays.token_rows[:count] = rows
         arrays.sample_positions[:count] = seq_lens
         arrays.seq_lens[:count] = seq_lens

@@ -1,13 +1,16 @@
 """Products by quantized weights on this CPU beside bf16 ones, at M from 1 to 512, and the copy bandwidth.
 
     python -P tests/bench/layouts/coded_cpu.py [--format int4] [--threads 2 1] [--seconds 1] [--only 29M]
+        [--sample-ms 0.3]
 
 Shapes are those of the 5M and 29M example models, merged as they are served, and 4096x4096. The calls are a
 model's: as many copies of a weight as make up the model, so that bf16 weights of the 29M do not fit into a
 last cache of 32 MB and those of four bits do. All are interleaved, and the time is the smallest of many
 samples, each the mean over calls of a third of a millisecond: a neighbour on a busy machine disturbs longer
-ones too often. bf16 is torch's `F.linear`, and oneDNN's product with a weight in its own blocks. Writes
-FORMAT_cpu.json and FORMAT_cpu.md in results/layouts. Not for choosing layouts, which `layouts_cpu.py` shows.
+ones too often. On a quiet one, a sample of 4096x4096 should be all calls of its model, 3 ms: before a single
+call, the other contestants have emptied the cache and the second thread sleeps. bf16 is torch's `F.linear`,
+and oneDNN's product with a weight in its own blocks. Writes FORMAT_cpu.json and FORMAT_cpu.md in
+results/layouts. Not for choosing layouts, which `layouts_cpu.py` shows.
 """
 
 import argparse
@@ -39,7 +42,6 @@ FORMATS: dict[str, WeightFormat] = {"int4": Int4(), "nvfp4": NVFP4(), "iq2-xxs":
 LAYOUTS_OF_FORMATS = ("cpu_int4", "cpu_int4_tiles", "cpu_nvfp4_tiles", "cpu_iq2_xxs_tiles", "cpu_int8_tiles")
 BF16 = ("bf16 F.linear", "bf16 oneDNN blocks")
 COPY_BYTES = 64 << 20
-SAMPLE_SECONDS = 0.0003
 LEAST_TURNS = 20
 NOISE = """
 Where a product takes milliseconds and its neighbours microseconds, other processes held one of its threads in
@@ -96,12 +98,12 @@ def cloned(packed: PackedWeight) -> PackedWeight:
 
 
 class Contestant:
-    """A call on copy after copy, for SAMPLE_SECONDS at a time."""
+    """A call on copy after copy, for `seconds` at a time."""
 
-    def __init__(self, call: Call, copies: int):
+    def __init__(self, call: Call, copies: int, seconds: float):
         self.call, self.copies, self.at, self.calls = call, copies, 0, 1
         once = min(self.sample() for _ in range(max(10, copies)))
-        self.calls = max(1, min(copies, round(SAMPLE_SECONDS / once)))
+        self.calls = max(1, min(copies, round(seconds / once)))
 
     def sample(self) -> float:
         """Seconds of a call."""
@@ -112,8 +114,10 @@ class Contestant:
         return (time.perf_counter() - start) / self.calls
 
 
-def smallest_microseconds(calls: Mapping[str, Call], copies: int, seconds: float) -> dict[str, float]:
-    contestants = {name: Contestant(call, copies) for name, call in calls.items()}
+def smallest_microseconds(
+    calls: Mapping[str, Call], copies: int, seconds: float, of_sample: float
+) -> dict[str, float]:
+    contestants = {name: Contestant(call, copies, of_sample) for name, call in calls.items()}
     best = dict.fromkeys(contestants, float("inf"))
     deadline, turns = time.monotonic() + seconds, 0
     while turns < LEAST_TURNS or time.monotonic() < deadline:
@@ -123,7 +127,9 @@ def smallest_microseconds(calls: Mapping[str, Call], copies: int, seconds: float
     return {name: 1e6 * value for name, value in best.items()}
 
 
-def measure(product: Product, spec: WeightFormat, seconds: float) -> dict[str, dict[str, float]]:
+def measure(
+    product: Product, spec: WeightFormat, seconds: float, of_sample: float
+) -> dict[str, dict[str, float]]:
     """Microseconds by contestant and M."""
     problem = Problem(spec, product.n, product.k, torch.bfloat16, CPU)
     weight = problem.spec.random(product.n, product.k, CPU)
@@ -142,7 +148,7 @@ def measure(product: Product, spec: WeightFormat, seconds: float) -> dict[str, d
             BF16[1]: repeated(blocks, onednn, x),
         } | {name: of_layout(LAYOUTS[name], packed, x) for name, packed in layouts.items()}
         with torch.inference_mode():
-            found = smallest_microseconds(calls, product.copies, seconds)
+            found = smallest_microseconds(calls, product.copies, seconds, of_sample)
         for name, microseconds in found.items():
             times.setdefault(name, {})[str(m)] = round(microseconds, 2)
     return times
@@ -177,6 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads(), 1])
     parser.add_argument("--format", choices=FORMATS, default="int4")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and M")
+    parser.add_argument("--sample-ms", type=float, default=0.3)
     parser.add_argument("--only", default="", help="a part of the products' names")
     options = parser.parse_args()
     rows: list[dict] = []
@@ -190,7 +197,7 @@ def main() -> None:
             bandwidth[threads] = max(bandwidth.get(threads, 0), copy_bandwidth())
             spec = FORMATS[options.format]
             weight = spec.random(product.n, product.k, CPU)
-            times = measure(product, spec, options.seconds)
+            times = measure(product, spec, options.seconds, options.sample_ms / 1000)
             sizes = {
                 name: LAYOUTS[name].pack(weight, torch.bfloat16).nbytes for name in times if name in LAYOUTS
             }

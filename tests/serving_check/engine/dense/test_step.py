@@ -162,6 +162,23 @@ def test_angles_past_the_first_ones_are_computed():
     assert without_modules[0].token_ids == engine.generate(prompt, GREEDY)[0].token_ids
 
 
+class Scaled(torch.nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 3
+
+
+def test_an_embedding_of_another_class_is_called():
+    model = merged_model(LlamaConfig(**SIZES))
+    plain = answers(engine_of(model))
+    model.model.embed_tokens.__class__ = Scaled
+    engine = engine_of(model)
+    assert step_of(engine) is not None
+    scaled = answers(engine)
+    engine.runner._forward._dense = None
+    assert scaled == answers(engine)
+    assert scaled != plain
+
+
 def test_a_hook_is_called_in_every_step():
     model = merged_model(LlamaConfig(**SIZES))
     engine, calls = engine_of(model), []
