@@ -3,6 +3,7 @@
 The SVG has class names and no colours, so that the page's style sheet can draw it in light, dark and print.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +17,9 @@ RIGHT, NARROW_RIGHT = 86, 46
 NARROW = 480
 LABEL_HEIGHT = 15
 MOST_TICKS = 6
+WIDEST_DRAWN = 3
+"""Limits beyond this multiple of the highest ratio are drawn to the plot's edge: a limit from two values may
+be of any size, and the ratios would lie on one line."""
 NICE_STEPS = (1, 2, 5, 10)
 LARGE, SMALL = 5.0, 3.0
 """Half the width of a mark in pixels."""
@@ -89,12 +93,18 @@ def draw_curve(verdict: Verdict, width: int, height: int, kind: str = "") -> str
 
 
 def ratio_span(verdicts: Sequence[Verdict]) -> tuple[float, float]:
-    """Return the lowest and highest ratio to draw, so that every mark, its label and both lines are
-    inside.
+    """Return the lowest and highest ratio to draw, so that every mark, its label, both lines and limits up to
+    `WIDEST_DRAWN` are inside.
     """
-    levels = [1.0, *(verdict.bounds.throughput_floor for verdict in verdicts)]
-    for mark in (mark for verdict in verdicts for series in series_of(verdict) for mark in series.marks):
-        levels += [limit for limit in (mark.ratio, mark.low, mark.high) if limit is not None]
+    marks = [mark for verdict in verdicts for series in series_of(verdict) for mark in series.marks]
+    levels = [
+        1.0,
+        *(verdict.bounds.throughput_floor for verdict in verdicts),
+        *(mark.ratio for mark in marks),
+    ]
+    limits = [limit for mark in marks for limit in (mark.low, mark.high) if limit is not None]
+    most = WIDEST_DRAWN * max(levels)
+    levels += [min(limit, most) for limit in limits]
     room = 0.12 * (max(levels) - min(levels) or 1.0)
     return max(0.0, min(levels) - room), max(levels) + room
 
@@ -258,9 +268,7 @@ def _legend(series: Sequence[Series]) -> list[str]:
 
 def _ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / MOST_TICKS
-    power = 1.0
-    while power > rough:
-        power /= 10
+    power = 10.0 ** math.floor(math.log10(rough))
     step = next(nice * power for nice in NICE_STEPS if nice * power >= rough or nice == NICE_STEPS[-1])
     first = int(low / step) + (low % step > 0)
     return [round(index * step, 6) for index in range(first, int(high / step) + 1)]

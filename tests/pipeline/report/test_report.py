@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 from py_mini_racer import MiniRacer
 from scalegate.pipeline.report.badge import badge_words
-from scalegate.pipeline.report.curve_picture import draw_curve
+from scalegate.pipeline.report.curve_picture import MOST_TICKS, draw_curve
 from scalegate.pipeline.report.headline import headline_of
 from scalegate.pipeline.report.plots import draw_plots
 from scalegate.pipeline.report.table import verdict_table
@@ -255,6 +255,20 @@ def test_a_ratio_of_too_few_blocks_for_an_interval_has_no_bar():
     unbounded = replace(verdict.curve[1], ratio_low=0.0, ratio_high=None)
     svg = draw_curve(replace(verdict, curve=(verdict.curve[0], unbounded)), 700, 300)
     assert len(_texts(svg, "interval")) == 1 and len(_texts(svg, "mark")) == 2
+
+
+@pytest.mark.parametrize("high", [3e52, 2.0])
+def test_a_limit_of_any_size_leaves_the_ratios_apart(high: float):
+    verdict = sample_verdict({1: 1.4, 8: 1.0})
+    wide = replace(verdict.curve[1], ratio_low=0.0, ratio_high=high)
+    svg = draw_curve(replace(verdict, curve=(verdict.curve[0], wide)), 700, 300)
+    first, second = [float(each.get("cy")) for each in ElementTree.fromstring(svg).iter() if each.get("cy")]
+    assert second - first > 15 and len(_texts(svg, "grid")) <= MOST_TICKS + 2
+
+
+def test_ratios_of_any_size_have_a_few_ticks():
+    svg = draw_curve(sample_verdict({1: 4000.0, 8: 0.9}), 700, 300)
+    assert 2 <= len(_texts(svg, "grid")) <= MOST_TICKS + 2
 
 
 def test_page_and_table_show_prompts_and_decoding_of_a_profile_apart(verdict: Verdict):
