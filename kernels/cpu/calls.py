@@ -5,14 +5,12 @@
     step     int64 [StepNumber and places]: what differs from step to step; all calls share it
 
 So the calls stay as they are, and before a step only the step's numbers are written. A tensor that calls hand
-on is known to them by its place among the step's numbers, where its address is. `run_calls.py` runs lists.
+on is known to them by its place among the step's numbers, where its address is. `call_list.py` puts lists in
+memory, and `run_calls.py` runs them.
 """
 
 import enum
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 
 class StepNumber(enum.IntEnum):
@@ -41,23 +39,3 @@ class Call(NamedTuple):
     """The address of code that takes the address of numbers, int64, and returns nothing."""
     numbers: tuple[int | float, ...]
     """What the function reads, after the address of the step's numbers."""
-
-
-class CallList:
-    """Calls in memory, as `run_calls.py` reads them."""
-
-    def __init__(self, calls: Sequence[Call], step: np.ndarray):
-        """step: the step's numbers, int64; they stay where they are"""
-        self.count = len(calls)
-        self._step = step
-        self._numbers = [_in_memory((step.ctypes.data, *call.numbers)) for call in calls]
-        addresses = [numbers.ctypes.data for numbers in self._numbers]
-        functions = [call.function for call in calls]
-        self._calls = np.array([functions, addresses], np.int64).T.copy()
-        self.address = self._calls.ctypes.data
-
-
-def _in_memory(numbers: Sequence[int | float]) -> np.ndarray:
-    """Return the numbers as int64; of a float64, its bits."""
-    bits = [np.float64(each).view(np.int64) if isinstance(each, float) else each for each in numbers]
-    return np.array(bits, np.int64)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ....kernels.attention.options import AttentionOptions
 from ....kernels.attention.paged.cpu_decode import MergedHeads
-from ....kernels.cpu.calls import Call, CallList, StepNumber
+from ....kernels.cpu.call_list import CallList
+from ....kernels.cpu.calls import Call, StepNumber
 from ....kernels.cpu.gather_rows import gather_call, serves
 from ....kernels.cpu.run_calls import run_calls
 from ....kernels.norms import gated_cpu

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from scalegate.kernels.cpu.calls import Call, CallList, StepNumber
+from scalegate.kernels.cpu.call_list import CallList
+from scalegate.kernels.cpu.calls import Call, StepNumber
 from scalegate.kernels.cpu.run_calls import run_calls
 from scalegate.kernels.norms.gated_cpu import gated_call, serves, table_of
 from scalegate.kernels.norms.rms_norm_cpu import NOTHING, norm_call, rms_norm
