@@ -33,16 +33,16 @@ from .repeats import deadline_from
 
 BLOCKS = 3
 """Number of blocks on either side: with two, no throughput ratio could fail."""
-LEAST_SECONDS = 1.2
+LEAST_SECONDS = 1.6
 """The least number of seconds over which the requests of a block arrive: on the bundled model three blocks
 then have more answers than are scored, and M exceeds the largest M."""
 FIRST_LOAD = 0.5
 """The load at a block's beginning, as a share of what a server handles with one request at a time."""
-LAST_LOAD = 1.5
+LAST_LOAD = 1.3
 """The load at a block's end, as a share of what a server handles at the largest M: M grows beyond it."""
 REQUESTS_PER_M = 1.5
 """Requests in a block as a multiple of the largest M, so that this M is exceeded at the block's end."""
-PROMPTS_SHARE = 0.3
+PROMPTS_SHARE = 0.4
 """The largest share of a block's time that is spent on prompts."""
 LONGEST_USUAL = 1024
 """The most tokens of all other prompts: a few longer ones would take most of a block."""

@@ -136,6 +136,8 @@ def capped_with_waiting_requests(engine: Engine) -> Callable[[Step], list[StepOu
 @contextmanager
 def attention(engine: Engine, change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[None]:
     """Inside, every layer's attention gives what `change` makes of [T, H, D]."""
+    # A model with a hook is computed by its modules, which call the layers.
+    hook = engine.runner.model.register_forward_hook(lambda *_: None)
     layers = list(engine.pool.layers.values())
     forwards = [layer.forward for layer in layers]
 
@@ -149,6 +151,7 @@ def attention(engine: Engine, change: Callable[[torch.Tensor, Any], torch.Tensor
     finally:
         for layer, forward in zip(layers, forwards, strict=True):
             layer.forward = forward  # type: ignore[method-assign]
+        hook.remove()
 
 
 def step_with_attention(
