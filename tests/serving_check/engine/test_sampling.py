@@ -81,11 +81,13 @@ def test_a_row_is_drawn_alike_whatever_the_other_rows_want():
     ]
     seeds = [11, 22, 33, 44, 55, 66]
     for position in range(50):
-        positions = torch.full((6,), position)
+        positions = position + 100 * torch.arange(6)
         together = sample(logits.clone(), batch_of(*params, seeds=seeds), positions)
         for row, settings in enumerate(params):
             alone = sample(
-                logits[row : row + 1].clone(), batch_of(settings, seeds=[seeds[row]]), positions[:1]
+                logits[row : row + 1].clone(),
+                batch_of(settings, seeds=[seeds[row]]),
+                positions[row : row + 1],
             )
             assert alone[0] == together[row]
 
