@@ -30,12 +30,19 @@ def parse_metrics(text: str) -> dict[str, float]:
 def total(samples: Mapping[str, float], metric: str | None) -> float | None:
     """Return the sum of `metric` over all its label sets; None if it is absent, or has no name.
 
-    A counter may be asked for with or without its `_total` ending.
+    A counter may be asked for with or without its `_total` ending. Labels after the name, as in
+    `sglang:num_queue_reqs{pp_rank="0"}`, choose among the label sets.
     """
     if metric is None:
         return None
-    wanted = {metric, metric.removesuffix("_total"), metric + "_total"}
-    values = [value for name, value in samples.items() if name.partition("{")[0] in wanted]
+    name, _, _ = metric.partition("{")
+    chosen = labels_of(metric).items()
+    wanted = {name, name.removesuffix("_total"), name + "_total"}
+    values = [
+        value
+        for sample, value in samples.items()
+        if sample.partition("{")[0] in wanted and (not chosen or chosen <= labels_of(sample).items())
+    ]
     return sum(values) if values else None
 
 

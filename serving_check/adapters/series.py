@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Series:
     """The series of `/metrics` that holds each figure; None if an engine has none.
 
-    Names of counters include the ending `_total`.
+    Names of counters include the ending `_total`. A name may be followed by labels, as in a Prometheus
+    selector: then only samples with these labels count.
     """
 
     running: str | None = None
@@ -19,6 +20,8 @@ class Series:
     kv_cache_usage: str | None = None
     """Share of the KV cache in use, 0 to 1."""
     preemptions: str | None = None
+    preemptions_appear_late: bool = False
+    """Whether the counter of preemptions is absent until the first preemption."""
     prompt_tokens: str | None = None
     generation_tokens: str | None = None
     cache_config: str | None = None

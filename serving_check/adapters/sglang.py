@@ -26,11 +26,15 @@ LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 longer than the config allows."""
 IDLE_RENEWAL_S = 30.0
 """How often an idle SGLang server renews its metrics (`_maybe_log_idle_metrics`)."""
+FIRST_STAGE = '{pp_rank="0"}'
+"""Every pipeline stage counts all waiting and retracted requests and the tokens of its own KV pool, but runs
+its own part of the requests at a time (`Scheduler.running_mbs`)."""
 SERIES = Series(
     running="sglang:num_running_reqs",
-    waiting="sglang:num_queue_reqs",
-    kv_cache_usage="sglang:token_usage",
-    preemptions="sglang:num_retracted_requests_total",
+    waiting="sglang:num_queue_reqs" + FIRST_STAGE,
+    kv_cache_usage="sglang:token_usage" + FIRST_STAGE,
+    preemptions="sglang:num_retracted_requests_total" + FIRST_STAGE,
+    preemptions_appear_late=True,
     prompt_tokens="sglang:prompt_tokens_total",
     generation_tokens="sglang:generation_tokens_total",
 )

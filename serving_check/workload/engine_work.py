@@ -93,6 +93,8 @@ def steps_by_running(
 def preemptions(before: dict[str, float], after: dict[str, float], series: Series) -> int | None:
     """Return how many requests were preempted; None if the server does not say."""
     count = difference(before, after, series.preemptions)
+    if count is None and series.preemptions_appear_late and total(after, series.running) is not None:
+        return 0
     return None if count is None else int(count)
 
 

@@ -8,6 +8,7 @@ from scalegate.serving_check.adapters.prometheus_text import parse_metrics, tota
 from scalegate.serving_check.adapters.sglang import LONGER_CONTEXT, READER, SERIES, SGLANG
 from scalegate.serving_check.adapters.subprocess_endpoint import SubprocessEndpoint
 from scalegate.serving_check.engine.options import EngineOptions
+from scalegate.serving_check.workload.engine_work import preemptions
 
 AT = "[2026-11-28 12:28:19] "
 TRACEBACK = AT + "Scheduler hit an exception: Traceback (most recent call last):\n"
@@ -94,7 +95,7 @@ def test_a_server_that_was_killed_was_ended_by_the_machine_and_one_that_aborted_
 
 def test_the_series_are_those_of_sglang():
     samples = parse_metrics(METRICS)
-    found = {name: total(samples, series) for name, series in vars(SERIES).items() if series is not None}
+    found = {name: total(samples, series) for name, series in vars(SERIES).items() if isinstance(series, str)}
     assert found == {
         "running": 3,
         "waiting": 2,
@@ -103,6 +104,22 @@ def test_the_series_are_those_of_sglang():
         "prompt_tokens": 70,
         "generation_tokens": 30,
     }
+
+
+def test_pipeline_stages_share_out_what_runs_and_repeat_what_waits():
+    second = METRICS.replace('pp_rank="0"', 'pp_rank="1"').replace("} 3.0", "} 4.0")
+    samples = parse_metrics(METRICS + second)
+    assert total(samples, SERIES.running) == 7
+    assert (total(samples, SERIES.waiting), total(samples, SERIES.kv_cache_usage)) == (2, 0.25)
+    assert total(samples, SERIES.preemptions) == 5
+
+
+def test_there_were_no_preemptions_before_their_counter_appears():
+    lines = [line for line in METRICS.splitlines() if "retracted_requests" not in line]
+    before, after = parse_metrics("\n".join(lines)), parse_metrics(METRICS)
+    assert preemptions(before, before, SERIES) == 0
+    assert preemptions(before, after, SERIES) == 5
+    assert preemptions({}, {}, SERIES) is None, "a server that shows no metrics"
 
 
 def test_the_longest_request_fits_and_all_are_admitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
