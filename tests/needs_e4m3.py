@@ -1,4 +1,4 @@
-"""Marks tests of keys and values in E4M3, which a GPU before compute capability 8.9 refuses."""
+"""Marks tests of numbers in E4M3, which a GPU before compute capability 8.9 refuses."""
 
 import pytest
 import torch

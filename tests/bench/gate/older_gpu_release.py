@@ -6,7 +6,8 @@
 Every process, servers included, compiles for the older GPU, and the driver of a Hopper GPU translates. The
 weights are random, as `verdict_gpu.py` makes them, and the recipe is the default one. cuBLAS, which serves
 the baseline, runs as on Hopper. The second release finds what the first has quantized. Exit status 1 if the
-first does not pass with a layout of ours, or if the second does not fail, naming tinygemm.
+first does not pass with a layout of ours, or if the second does not fail, naming tinygemm. The recorded two
+were made in calls of their own.
 """
 
 import argparse

@@ -7,16 +7,16 @@ Call it before humming compiles anything. Not a bench by itself.
 
 import ctypes
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 MAJOR, MINOR, SHARED_KIB = 8, 0, 163
 
 
-def pretend() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="humming-as-8.0-"))
-    # Its cache does not know for which GPU its files are.
+def pretend(folder: Path) -> None:
+    """Compiled code is kept in `folder`, which processes may share. humming's own cache does not know for
+    which GPU a file is.
+    """
     os.environ |= {"HUMMING_CACHE_DIR": str(folder / "cache"), "HUMMING_COMPILER": "nvrtc"}
     from humming.device import DeviceInfo
     from humming.jit import compiler
@@ -25,7 +25,7 @@ def pretend() -> None:
     found |= {"max_smem_size": SHARED_KIB * 1024, "max_smem_size_kb": float(SHARED_KIB)}
     for name, value in found.items():
         setattr(DeviceInfo, name, property(lambda self, value=value: value))
-    to_ptx = folder / "nvrtc_to_ptx"
+    to_ptx = folder / f"nvrtc_to_ptx_{os.getpid()}"
     to_ptx.write_text(f'#!/bin/sh\nexec "{compiler.may_build_nvrtc_compile_binary()}" --ptx "$@"\n')
     to_ptx.chmod(0o755)
     compiler.may_build_nvrtc_compile_binary = lambda: str(to_ptx)

@@ -18,6 +18,7 @@ import json
 import math
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -232,27 +233,35 @@ def tables(layers: list[list[dict[str, Any]]], own: str, peers: list[str]) -> li
     return lines
 
 
-def compile_one(job: tuple[str, torch.dtype, str, int]) -> None:
+def compile_one(job: tuple[str, str, torch.dtype, str, int, Path]) -> None:
     """In a process of its own, so that compiled code is on disk for the one that measures."""
-    form, dtype, shape, m = job
+    form, name, dtype, shape, m, of_humming = job
     pretend(*CAPABILITY)
-    spec, own, _ = FORMATS[form]
+    if name == HUMMING:
+        older_gpu_humming.pretend(of_humming)
     n, k = MODELS[MODEL][shape]
-    layout: Any = LAYOUTS[own]
-    packed = layout.pack(spec.random(n, k, torch.device("cuda")), dtype)
-    layout.matmul(torch.zeros(m, k, device="cuda", dtype=dtype), packed)
-    torch.cuda.synchronize()
+    layout: Any = LAYOUTS[name]
+    try:
+        packed = layout.pack(FORMATS[form][0].random(n, k, torch.device("cuda")), dtype)
+        layout.matmul(torch.zeros(m, k, device="cuda", dtype=dtype), packed)
+        torch.cuda.synchronize()
+    except Exception as error:  # which the process that measures meets again
+        print(f"{form} {name} {SHORT[dtype]} {shape} M={m}: {str(error)[:200]}", flush=True)
 
 
-def compile_ours(forms: list[str], ms: list[int]) -> None:
-    """For shapes with splits of K and without: code depends on nothing else of them."""
+def compile_all(forms: list[str], ms: list[int], of_humming: Path | None) -> None:
+    """Ours for shapes with splits of K and without: its code depends on nothing else of them."""
     jobs = [
-        (form, dtype, shape, m)
+        (form, name, dtype, shape, m, of_humming)
         for form in forms
-        for dtype, shape, m in itertools.product(FORMATS[form][2], ("qkv", "gate_up"), reversed(ms))
+        for name, dtypes, shapes in [
+            (FORMATS[form][1], FORMATS[form][2], ("qkv", "gate_up")),
+            *([(HUMMING, tuple(SHORT), tuple(MODELS[MODEL]))] if of_humming else []),
+        ]
+        for dtype, shape, m in itertools.product(dtypes, shapes, reversed(ms))
     ]
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(max(1, (os.cpu_count() or 1) - 2)) as pool:
+    with spawn.Pool(len(os.sched_getaffinity(0))) as pool:
         pool.map(compile_one, jobs, chunksize=1)
 
 
@@ -304,15 +313,16 @@ def main() -> None:
     options = parser.parse_args()
     pretend(*CAPABILITY)  # before anything compiles
     ms, peers = [int(m) for m in options.m.split(",")], options.peers.split(",")
-    if HUMMING in peers:
-        older_gpu_humming.pretend()
+    of_humming = Path(tempfile.mkdtemp(prefix="humming-as-8.0-")) if HUMMING in peers else None
+    if of_humming:
+        older_gpu_humming.pretend(of_humming)
     if MARLIN in peers:
         torch.ops.load_library(options.marlin)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result["mma_sync_flops"] = mma_sync_rate()
     print(f"mma.sync alone: {result['mma_sync_flops'] / 1e12:.0f} TFLOP/s", flush=True)
     forms, shapes = options.formats.split(","), MODELS[MODEL]
-    compile_ours(forms, ms)
+    compile_all(forms, ms, of_humming)
     layers = {
         (form, shape): Layer(form, *shapes[shape], peers) for form, shape in itertools.product(forms, shapes)
     }

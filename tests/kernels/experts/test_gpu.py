@@ -15,6 +15,8 @@ from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.routing import Routing
 from scalegate.tests.kernels.experts.tunings import CANDIDATES
 
+from ...needs_e4m3 import NEEDS_E4M3
+
 pytestmark = pytest.mark.gpu
 
 MAX_ERROR = 4e-3
@@ -144,6 +146,7 @@ def test_mxfp4_products_are_right_at_every_number_of_tokens(name):
         assert torch.equal(answer, layout.grouped_matmul(x, packed, routing))
 
 
+@NEEDS_E4M3
 @pytest.mark.parametrize("name", PROJECTIONS)
 @pytest.mark.parametrize("spec", [FP8(), FP8(BLOCKS)], ids=lambda spec: spec.key)
 def test_fp8_products_are_right_at_every_number_of_tokens(name, spec):
@@ -162,6 +165,7 @@ def test_fp8_products_are_right_at_every_number_of_tokens(name, spec):
         assert torch.equal(answer, layout.grouped_matmul(x, packed, routing))
 
 
+@NEEDS_E4M3
 @pytest.mark.parametrize("spec", [FP8(), FP8(BLOCKS)], ids=lambda spec: spec.key)
 def test_fp8_keeps_the_bits_of_a_token_among_any_number_of_others(spec):
     (n, k), layout = PROJECTIONS["gate_up"], LAYOUTS["grouped_fp8"]
