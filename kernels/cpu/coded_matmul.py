@@ -20,7 +20,8 @@ from numba.core import config
 from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
-from . import calls, code_packing, coded_tile, vectors
+from . import amx, calls, code_packing, coded_tile, vectors
+from .amx import BAND, configure, multiply_band, release
 from .calls import Call, StepNumber
 from .code_packing import BLOCK, TILES, Codes, PackedCodes, Scales
 from .coded_tile import PANEL_FROM, Instructions, Kind, clear, decode, multiply, store_rows, total
@@ -32,7 +33,7 @@ ALONE = 1 << 20
 """Products and weights, counted together, below which a second thread costs more than it saves."""
 PANEL_COLUMNS = 128
 """Columns that are decoded at once; panels and the x beside them stay in a core's first cache."""
-PANEL_ROWS = 64
+PANEL_ROWS, AMX_PANEL_ROWS = 64, 256
 """Rows of x that are multiplied by a panel; their totals lie on the stack."""
 
 
@@ -86,6 +87,13 @@ def product_call(packed: PackedCodes, k: int, group_size: int, compiled: Kernel,
 
 
 @functools.cache
+def has_amx() -> bool:
+    """Whether this process may multiply bfloat16 by AMX: the system is asked for it, as it demands."""
+    features = get_host_cpu_features().split(",")
+    return "+amx-bf16" in features and "+avx512bf16" in features and torch.cpu._init_amx()
+
+
+@functools.cache
 def instructions_for(dtype: torch.dtype) -> Instructions:
     """Return the best vector instructions of this CPU, or of NUMBA_CPU_FEATURES, for activations of a
     dtype.
@@ -118,7 +126,9 @@ def _sources() -> str:
     """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
     closure.
     """
-    files = (Path(str(module.__file__)).read_bytes() for module in (calls, code_packing, coded_tile, vectors))
+    files = (
+        Path(str(module.__file__)).read_bytes() for module in (amx, calls, code_packing, coded_tile, vectors)
+    )
     return hashlib.sha256(b"".join(files)).hexdigest()
 
 
@@ -177,10 +187,14 @@ def _call(sources: str, is_bfloat16: int, has_zero: int) -> Callable[[Any], None
 def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) -> Callable[[int], None]:
     kind = Kind(Instructions(instructions), Codes(codes_kind), Scales(scales_kind))
     size, columns, scale_bytes = kind.number_bytes, kind.codes.columns, kind.scale_bytes
-    panel_from = PANEL_FROM.get(kind.codes, 0)
     groups_of_a_scale = 2 if kind.scales is Scales.PAIRS else 1
     panel_vectors = PANEL_COLUMNS * TILES * size // 4
-    total_vectors = PANEL_ROWS * TILES
+    with_amx = kind.instructions is Instructions.AMX
+    panel_rows = AMX_PANEL_ROWS if with_amx else PANEL_ROWS
+    total_vectors, band_vectors = panel_rows * TILES, BAND * TILES
+    amx_band = BAND if with_amx else 1 << 62
+    panel_from = BAND - 1 if with_amx else PANEL_FROM.get(kind.codes, 0)
+    word_of_panel = kind.steps * TILES * BYTES
     four_rows = 4 * TILES * BYTES
 
     def part(task: Any) -> None:
@@ -195,7 +209,9 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
         scales_block = -(-groups // groups_of_a_scale) * TILES * scale_bytes
         at_once = PANEL_COLUMNS // group_size
         use_panels = panel_from > 0 and at_once > 0 and m > panel_from
-        totals, panel = room(total_vectors), room(panel_vectors)
+        totals, panel, band_sums = room(total_vectors), room(panel_vectors), room(band_vectors)
+        if use_panels and m >= amx_band:
+            configure(instructions, codes_kind)
         while True:
             block = take_number(task)
             if block >= n // BLOCK:
@@ -205,7 +221,7 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
             while row < m:
                 rows_x, rows_sums = x + row * x_row, sums + row * sums_row
                 rows_y = y + row * y_row + block * BLOCK * size
-                rows = min(m - row, PANEL_ROWS if use_panels else 4)
+                rows = min(m - row, panel_rows if use_panels else 4)
                 quads = (rows + 3) // 4
                 clear(totals, quads * 4 * TILES)
                 if rows == 1:
@@ -241,7 +257,19 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
                             block_codes + first * TILES * BYTES, min(end * words, all_words) - first, panel,
                             instructions, codes_kind, scales_kind,
                         )  # fmt: skip
-                        for quad in range(quads):
+                        bands = rows // amx_band
+                        for band in range(bands):
+                            for at in range(group, end):
+                                place = at * words
+                                multiply_band(
+                                    rows_x + band * BAND * x_row + place * columns * size, x_row,
+                                    panel + (place - first) * word_of_panel,
+                                    min(words, all_words - place) * columns, block_scales,
+                                    rows_sums + band * BAND * sums_row, sums_row,
+                                    totals + band * BAND * TILES * BYTES, at, band_sums,
+                                    instructions, codes_kind, scales_kind,
+                                )  # fmt: skip
+                        for quad in range(bands * BAND // 4, quads):
                             multiply(
                                 rows_x + quad * 4 * x_row, x_row, rows - quad * 4, panel, block_scales,
                                 rows_sums + quad * 4 * sums_row, sums_row, totals + quad * four_rows,
@@ -254,5 +282,7 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
                             rows - quad * 4, instructions, codes_kind, scales_kind, 4, 1,
                         )  # fmt: skip
                 row += rows
+        if use_panels and m >= amx_band:
+            release(instructions)
 
     return part

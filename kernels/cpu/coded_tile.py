@@ -15,6 +15,7 @@ decoding INT8 does not.
     BF16      AVX-512 with BF16: 32 four-bit codes become a vector of bfloat16 pairs by one shift and one
               vpermw, multiplied by vdpbf16ps. INT8 codes become floats, and pairs of those bfloat16
     AVX512    16 four-bit codes become floats by one shift and one vpermps, multiplied by vfmadd
+    AMX       as BF16, but sixteen rows of x at once are multiplied by a panel in tiles (`amx.py`)
     PORTABLE  any CPU: shifts, selections and conversions. Run on x86 only; on ARM compiled code has never
               been run
 
@@ -42,9 +43,10 @@ class Instructions(enum.IntEnum):
     BF16 = 0
     AVX512 = 1
     PORTABLE = 2
+    AMX = 3
 
 
-SUMS = {Instructions.BF16: 16, Instructions.AVX512: 16, Instructions.PORTABLE: 4}
+SUMS = {Instructions.BF16: 16, Instructions.AVX512: 16, Instructions.PORTABLE: 4, Instructions.AMX: 16}
 """Vectors of sums that stand in registers: AVX2 has 16 registers of half a vector, NEON 32 of a quarter."""
 SUMS_BESIDE_TOTALS = 8
 """Of groups of 16 columns in a panel, whose totals stand in registers too."""
@@ -62,7 +64,7 @@ class Kind(NamedTuple):
     @property
     def pairs(self) -> bool:
         """Whether two columns of bfloat16 are multiplied at once."""
-        return self.instructions is Instructions.BF16
+        return self.instructions in (Instructions.BF16, Instructions.AMX)
 
     @property
     def steps(self) -> int:
@@ -84,14 +86,19 @@ class Kind(NamedTuple):
             sums = min(sums, SUMS_BESIDE_TOTALS)
         return min(TILES, sums // rows)
 
+    def total_place(self, m: int, tile: int, rows: int, in_panel: int) -> int:
+        """Bytes from the first total of `rows` rows to that of row m and a tile."""
+        tiles = self.tiles_at_once(rows, in_panel)
+        return ((tile // tiles * rows + m) * tiles + tile % tiles) * BYTES
 
-def _of_literals(kinds: Any) -> list[int] | None:
+
+def of_literals(kinds: Any) -> list[int] | None:
     """Return the numbers, if all are known while compiling."""
     known = all(isinstance(kind, types.IntegerLiteral) for kind in kinds)
     return [kind.literal_value for kind in kinds] if known else None
 
 
-def _kind(instructions: int, codes: int, scales: int) -> Kind:
+def kind_of(instructions: int, codes: int, scales: int) -> Kind:
     return Kind(Instructions(instructions), Codes(codes), Scales(scales))
 
 
@@ -110,12 +117,12 @@ def multiply(
     in_panel: whether `codes` is a panel of decoded weights of the first of these groups
     """
     literals = (instructions, form_of_codes, form_of_scales, rows, in_panel)
-    constants = _of_literals(literals)
+    constants = of_literals(literals)
     if constants is None:
         return None
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        kind, (rows, in_panel) = _kind(*constants[:3]), constants[3:]
+        kind, (rows, in_panel) = kind_of(*constants[:3]), constants[3:]
         tiles = kind.tiles_at_once(rows, in_panel)
         with cgutils.for_range(builder, long(TILES // tiles)) as loop:
             moved = list(arguments[:12])
@@ -134,13 +141,13 @@ def decode(
 ) -> Any:  # fmt: skip
     """Decode `words` vectors of codes of each tile at address `codes` into a panel."""
     literals = (instructions, form_of_codes, form_of_scales)
-    constants = _of_literals(literals)
+    constants = of_literals(literals)
     if constants is None:
         return None
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         codes, words, panel = arguments[:3]
-        weights = _Codes(builder, _kind(*constants), codes, TILES)
+        weights = _Codes(builder, kind_of(*constants), codes, TILES)
         steps = weights.kind.steps
         with cgutils.for_range(builder, words) as loop:
             beside = v.plus(builder, panel, builder.mul(loop.index, long(steps * TILES * BYTES)))
@@ -175,21 +182,21 @@ def store_rows(
     y.
     """
     literals = (instructions, form_of_codes, form_of_scales, rows, in_panel)
-    constants = _of_literals(literals)
+    constants = of_literals(literals)
     if constants is None:
         return None
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         totals, factor, y, y_row, count = arguments[:5]
-        kind, (rows, in_panel) = _kind(*constants[:3]), constants[3:]
-        tiles, of_tile = kind.tiles_at_once(rows, in_panel), 16 * kind.number_bytes
+        kind, (rows, in_panel) = kind_of(*constants[:3]), constants[3:]
+        of_tile = 16 * kind.number_bytes
         of_all = v.broadcast(builder, FLOATS, v.load(builder, factor, FLOAT))
         for m in range(rows):
             with builder.if_then(builder.icmp_signed("<", long(m), count)):
                 row = v.plus(builder, y, builder.mul(long(m), y_row))
                 for tile in range(TILES):
-                    place = (tile // tiles * rows + m) * tiles + tile % tiles
-                    total = v.load(builder, v.plus(builder, totals, place * BYTES), FLOATS)
+                    place = kind.total_place(m, tile, rows, in_panel)
+                    total = v.load(builder, v.plus(builder, totals, place), FLOATS)
                     total = builder.fmul(total, of_all)
                     total = v.to_bfloat16(builder, total) if kind.pairs else total
                     v.store(builder, v.plus(builder, row, tile * of_tile), total)
@@ -345,38 +352,47 @@ class _Tile:
     def _scale_group(self, group: ir.Value) -> None:
         """Emit code that adds a group's sums, times its scales, to the totals."""
         builder, kind = self.builder, self.kind
-        pairs = kind.scales is Scales.PAIRS
-        place = builder.ashr(group, long(1)) if pairs else group
-        scales = v.plus(builder, self.scales, builder.mul(place, long(TILES * kind.scale_bytes)))
+        scales, second_half = scales_of_group(builder, kind, self.scales, group)
         of_row = builder.mul(group, long(4))
         x_sums = []
         if kind.scales.has_zero:
             numbers = [v.load(builder, v.plus(builder, row, of_row), FLOAT) for row in self.group_sums]
             x_sums = [v.broadcast(builder, FLOATS, number) for number in numbers]
-        second_half = builder.shl(builder.trunc(builder.and_(group, long(1)), INT), ir.Constant(INT, 4))
         for tile in self.tiles:
-            scale, zero = self._scale(v.plus(builder, scales, tile * kind.scale_bytes), second_half)
+            place = v.plus(builder, scales, tile * kind.scale_bytes)
+            scale, zero = scale_at(builder, kind.scales, place, second_half)
             for m in self.rows:
                 found = builder.load(self.sums[m][tile])
                 found = v.fma(builder, zero, x_sums[m], found) if zero is not None else found
                 held = self.held_totals[m][tile]
                 builder.store(v.fma(builder, scale, found, builder.load(held)), held)
 
-    def _scale(self, address: ir.Value, second_half: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """Return a group's scale, and its zero if it has one. second_half: 16 of the second group of a pair,
-        otherwise 0
-        """
-        builder, form = self.builder, self.kind.scales
-        if form is Scales.FLOAT32:
-            return v.load(builder, address, FLOATS), None
-        if form is Scales.WITH_FLOAT32_ZERO:
-            return v.load(builder, address, FLOATS), v.load(builder, v.plus(builder, address, BYTES), FLOATS)
-        both = v.load(builder, address, INTS)
-        if form is Scales.PAIRS:
-            both = builder.shl(both, v.broadcast(builder, INTS, second_half))
-        scale = builder.bitcast(builder.and_(both, v.constant(INTS, 0xFFFF0000)), FLOATS)
-        zero = builder.bitcast(builder.shl(both, v.constant(INTS, 16)), FLOATS)
-        return scale, None if form is Scales.PAIRS else zero
+
+def scale_at(
+    builder: ir.IRBuilder, form: Scales, address: ir.Value, second_half: ir.Value
+) -> tuple[ir.Value, ir.Value | None]:
+    """Return a group's scale, and its zero if it has one. second_half: 16 of the second group of a pair,
+    otherwise 0
+    """
+    if form is Scales.FLOAT32:
+        return v.load(builder, address, FLOATS), None
+    if form is Scales.WITH_FLOAT32_ZERO:
+        return v.load(builder, address, FLOATS), v.load(builder, v.plus(builder, address, BYTES), FLOATS)
+    both = v.load(builder, address, INTS)
+    if form is Scales.PAIRS:
+        both = builder.shl(both, v.broadcast(builder, INTS, second_half))
+    scale = builder.bitcast(builder.and_(both, v.constant(INTS, 0xFFFF0000)), FLOATS)
+    zero = builder.bitcast(builder.shl(both, v.constant(INTS, 16)), FLOATS)
+    return scale, None if form is Scales.PAIRS else zero
+
+
+def scales_of_group(
+    builder: ir.IRBuilder, kind: Kind, scales: ir.Value, group: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Return the address of a group's scales, from `scales` of a block, and `second_half` for `scale_at`."""
+    place = builder.ashr(group, long(1)) if kind.scales is Scales.PAIRS else group
+    second_half = builder.shl(builder.trunc(builder.and_(group, long(1)), INT), ir.Constant(INT, 4))
+    return v.plus(builder, scales, builder.mul(place, long(TILES * kind.scale_bytes))), second_half
 
 
 @intrinsic

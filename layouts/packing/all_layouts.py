@@ -5,7 +5,7 @@ is chosen. A new layout is one file, and one line in this module.
 """
 
 from .cpu_int4 import CPU_INT4, CPU_INT4_CAST, CPU_INT4_FLOAT32
-from .cpu_tiles import CPU_TILES
+from .cpu_tiles import CPU_AMX, CPU_TILES
 from .dequantize import Dequantize
 from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .emulated import CPU_EMULATED, EMULATED
@@ -83,6 +83,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     *map(FixedRows, FOR_A_CPU),
     # For every mode, and last of a CPU's: numba compiles it, so it is not taken without a measurement.
     *CPU_TILES,
+    *CPU_AMX,
     InvariantLinear(),
     # Experts: nothing below serves a dense layer, and nothing above serves experts.
     GroupedUnquantized(),

@@ -5,11 +5,13 @@ nothing but y is rounded.
     cpu_nvfp4_tiles    NVFP4, with 5 bits a weight
     cpu_iq2_xxs_tiles  IQ2_XXS, whose look-ups are done while packing: 5 bits a weight
     cpu_int8_tiles     INT8
+    cpu_int4_amx, cpu_nvfp4_amx, cpu_iq2_xxs_amx, cpu_int8_amx
+                       the same bytes; where the CPU has AMX, it multiplies every full sixteen rows of x
 
 On an EPYC with AVX-512 BF16, INT4 is at least as fast as the unquantized product at every M up to 128
 (`tests/bench/results/layouts/int4_cpu.md`; the others are beside it). A row's bits do not depend on the rows
-beside it, so these layouts serve batch invariance too. The layouts of this file are chosen by a measurement
-only: numba takes seconds to compile a kernel for the first time.
+beside it, except with AMX, so the other layouts serve batch invariance too. The layouts of this file are
+chosen by a measurement only: numba takes seconds to compile a kernel for the first time.
 """
 
 import functools
@@ -34,6 +36,7 @@ from ..formats.weight_format import Weight
 from .layout import PackedWeight, Problem, Serves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NO_AMX = "needs a CPU with AMX"
 INT8_GROUP = 128
 """Columns of a row that are added up before their scale, where a whole row shares one."""
 
@@ -47,15 +50,22 @@ class CpuTiles:
     codes: Codes
     arrange: Callable[[Any], tuple[PackedCodes, Scales, int]]
     """Returns the packed codes of a weight, the form of their scales and the group size."""
-    kernel: str = "coded_tile.multiply"
+    amx: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return "amx.multiply_band" if self.amx else "coded_tile.multiply"
 
     def refuses(self, problem: Problem) -> str | None:
-        return Serves((self.format,), "cpu", DTYPES, invariance_modes=INVARIANCE_MODES).refuses(problem)
+        if not self.amx:
+            return Serves((self.format,), "cpu", DTYPES, invariance_modes=INVARIANCE_MODES).refuses(problem)
+        refusal = Serves((self.format,), "cpu", (torch.bfloat16,)).refuses(problem)
+        return refusal or _refuses_for_amx(self.codes, problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         packed, form, group_size = self.arrange(weight)
         # Compiled here, so that nothing is in the first product.
-        _kernel(dtype, self.codes.value, form.value)
+        self._kernel(dtype, form)
         attributes = {"group_size": group_size, "scales": int(form)}
         return PackedWeight(self.name, weight.spec, weight.shape, dtype, packed._asdict(), attributes)
 
@@ -64,19 +74,38 @@ class CpuTiles:
 
     def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
         dtype, (n, k) = packed.dtype, packed.shape
-        coded_matmul, kernel = _kernel(dtype, self.codes.value, packed.attributes["scales"])
+        coded_matmul, kernel = self._kernel(dtype, packed.attributes["scales"])
         multiply = coded_matmul.product_by(_codes(packed), k, packed.attributes["group_size"], kernel)
         if kernel.dtype is dtype and n % BLOCK == 0:
             return multiply
         return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype).contiguous()
 
     def call_by(self, packed: PackedWeight, x: int, y: int) -> Call | None:
-        coded_matmul, kernel = _kernel(packed.dtype, self.codes.value, packed.attributes["scales"])
+        coded_matmul, kernel = self._kernel(packed.dtype, packed.attributes["scales"])
         if kernel.dtype is not packed.dtype or packed.shape[0] % BLOCK:
             return None
         k, group_size = packed.shape[1], packed.attributes["group_size"]
         call: Call = coded_matmul.product_call(_codes(packed), k, group_size, kernel, x, y)
         return call
+
+    def _kernel(self, dtype: torch.dtype, scales: int) -> tuple[Any, Any]:
+        return _kernel(dtype, int(self.codes), int(scales), self.amx)
+
+
+def _refuses_for_amx(codes: Codes, problem: Problem) -> str | None:
+    if not torch.cpu._init_amx():
+        return NO_AMX
+    # numba takes half a second to import, so only where the CPU has AMX.
+    from ...kernels.cpu.amx import columns_of_a_tile
+    from ...kernels.cpu.coded_matmul import PANEL_COLUMNS, has_amx
+
+    at_once = columns_of_a_tile(codes)
+    group_size = problem.spec.group_size if isinstance(problem.spec, Int4) else at_once
+    if group_size % at_once or group_size > PANEL_COLUMNS:
+        return f"takes groups of a multiple of {at_once} columns, of {PANEL_COLUMNS} at most"
+    if problem.k % at_once:
+        return f"needs K to be a multiple of {at_once}"
+    return None if has_amx() else NO_AMX
 
 
 def _codes(packed: PackedWeight) -> PackedCodes:
@@ -84,14 +113,14 @@ def _codes(packed: PackedWeight) -> PackedCodes:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, codes: int, scales: int) -> tuple[Any, Any]:
+def _kernel(dtype: torch.dtype, codes: int, scales: int, amx: bool) -> tuple[Any, Any]:
     """Return the module of the products, and the compiled kernel for activations of `dtype`.
 
     The module is imported only here, because numba takes half a second to import.
     """
-    from ...kernels.cpu import coded_matmul
+    from ...kernels.cpu import coded_matmul, coded_tile
 
-    instructions = coded_matmul.instructions_for(dtype)
+    instructions = coded_tile.Instructions.AMX if amx else coded_matmul.instructions_for(dtype)
     return coded_matmul, coded_matmul.kernel(instructions, Codes(codes), Scales(scales))
 
 
@@ -122,9 +151,11 @@ def _arrange_int8(weight: Int8Weight) -> tuple[PackedCodes, Scales, int]:
     return code_packing.pack_int8(weight.codes, scale), Scales.FLOAT32, group_size
 
 
-CPU_TILES = (
-    CpuTiles("cpu_int4_tiles", Int4, Codes.INT4, _arrange_int4),
-    CpuTiles("cpu_nvfp4_tiles", NVFP4, Codes.E2M1, _arrange_nvfp4),
-    CpuTiles("cpu_iq2_xxs_tiles", IQ2XXS, Codes.IQ2_XXS, _arrange_iq2_xxs),
-    CpuTiles("cpu_int8_tiles", Int8, Codes.INT8, _arrange_int8),
+_FORMATS = (
+    ("int4", Int4, Codes.INT4, _arrange_int4),
+    ("nvfp4", NVFP4, Codes.E2M1, _arrange_nvfp4),
+    ("iq2_xxs", IQ2XXS, Codes.IQ2_XXS, _arrange_iq2_xxs),
+    ("int8", Int8, Codes.INT8, _arrange_int8),
 )
+CPU_TILES = tuple(CpuTiles(f"cpu_{name}_tiles", *form) for name, *form in _FORMATS)
+CPU_AMX = tuple(CpuTiles(f"cpu_{name}_amx", *form, amx=True) for name, *form in _FORMATS)

@@ -31,6 +31,7 @@ from scalegate.layouts.formats.iq2_xxs import IQ2XXS
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
+from scalegate.layouts.packing.cpu_tiles import CPU_AMX, CPU_TILES
 from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem
 from torch import Tensor
 from torch.nn import functional
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[1] / "results" / "layouts"
 MS = (1, 2, 4, 8, 16, 32, 128, 512)
 FORMATS: dict[str, WeightFormat] = {"int4": Int4(), "nvfp4": NVFP4(), "iq2-xxs": IQ2XXS(), "int8": Int8()}
-LAYOUTS_OF_FORMATS = ("cpu_int4", "cpu_int4_tiles", "cpu_nvfp4_tiles", "cpu_iq2_xxs_tiles", "cpu_int8_tiles")
+LAYOUTS_OF_FORMATS = ("cpu_int4", *(layout.name for layout in (*CPU_TILES, *CPU_AMX)))
 BF16 = ("bf16 F.linear", "bf16 oneDNN blocks")
 COPY_BYTES = 64 << 20
 LEAST_TURNS = 20

@@ -6,8 +6,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from scalegate.kernels.cpu import coded_matmul
+from scalegate.kernels.cpu.amx import columns_of_a_tile
 from scalegate.kernels.cpu.code_packing import PackedCodes, Scales, dequantize, padded_rows
-from scalegate.kernels.cpu.coded_matmul import PANEL_ROWS, instructions_for, kernel
+from scalegate.kernels.cpu.coded_matmul import (
+    AMX_PANEL_ROWS,
+    PANEL_COLUMNS,
+    PANEL_ROWS,
+    has_amx,
+    instructions_for,
+    kernel,
+)
 from scalegate.kernels.cpu.coded_tile import Instructions
 from scalegate.kernels.cpu.openmp import gomp_parallel
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
@@ -64,11 +72,18 @@ def packed_of(weight: Weight) -> PackedProduct:
 def instructions_here() -> list[Instructions]:
     """Portable ones, and the best for float32 and for bfloat16."""
     best = {instructions_for(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    return sorted({Instructions.PORTABLE} | best)
+    return sorted({Instructions.PORTABLE} | best | ({Instructions.AMX} if has_amx() else set()))
+
+
+def serves(packed: PackedProduct, instructions: Instructions, k: int) -> bool:
+    at_once = columns_of_a_tile(packed.layout.codes)
+    in_tiles = packed.group_size % at_once == 0 and packed.group_size <= PANEL_COLUMNS and k % at_once == 0
+    return instructions is not Instructions.AMX or in_tiles
 
 
 def dtype_of(instructions: Instructions) -> torch.dtype:
-    return torch.bfloat16 if instructions is Instructions.BF16 else torch.float32
+    in_pairs = instructions in (Instructions.BF16, Instructions.AMX)
+    return torch.bfloat16 if in_pairs else torch.float32
 
 
 def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -115,12 +130,14 @@ def test_products_by_scales_that_bfloat16_does_not_hold_agree_with_float64(instr
 
 def check_products(weight: Weight, instructions: Instructions) -> None:
     packed, k = packed_of(weight), weight.shape[1]
+    if not serves(packed, instructions, k):
+        return
     dtype = dtype_of(instructions)
-    most = PANEL_ROWS + 2
+    most = (AMX_PANEL_ROWS if instructions is Instructions.AMX else PANEL_ROWS) + 2
     # What stands behind x must not be read, and no NaN may come of it.
     x = torch.cat((torch.randn(most, k), torch.full((1, k), float("nan")))).to(dtype)
     expected = x[:most].double() @ weight.dequantize(torch.float64).T
-    for m in (*range(1, 10), 17, most):
+    for m in (*range(1, 10), 15, 16, 17, 39, 64, most):
         y = packed.times(x[:m], instructions)
         assert y.shape == (m, padded_rows(N)) and y.dtype is dtype
         assert relative_error(y[:, :N], expected[:m]) <= product_bound(dtype, k), m
@@ -171,7 +188,9 @@ def test_a_wrong_zero_point_is_seen():
     assert relative_error(y, wrong) > 100 * (product_bound(torch.float32, 512) + summed(512))
 
 
-@pytest.mark.parametrize("instructions", instructions_here(), ids=lambda instructions: instructions.name)
+@pytest.mark.parametrize(
+    "instructions", set(instructions_here()) - {Instructions.AMX}, ids=lambda instructions: instructions.name
+)
 @pytest.mark.parametrize("spec", [Int4(128), NVFP4(), IQ2XXS(), Int8(128)], ids=lambda spec: spec.key)
 def test_bits_do_not_depend_on_threads_or_rows(instructions, spec):
     packed = packed_of(random_weight(spec, n=4096))
