@@ -24,8 +24,10 @@ from .coded_tile import Instructions, Kind, kind_of, of_literals, scale_at, scal
 from .vectors import BYTE, BYTES, FLOAT, FLOATS, intrinsic, long
 
 BAND = 16
-"""Rows of x that are multiplied at once."""
-PALETTE = 1
+"""Rows of x that are multiplied at once, at most."""
+FROM_ROWS = 3
+"""Rows from which tiles are faster than vectors: half-empty tiles take no longer than full ones."""
+PALETTE, ROWS_AT = 1, 48
 X, PANEL = 4, (5, 6, 7)
 ROW_OF_TILES = TILES * BYTES
 
@@ -36,8 +38,10 @@ def columns_of_a_tile(codes: Codes) -> int:
 
 
 @intrinsic
-def configure(typing: Any, instructions: Any, form_of_codes: Any) -> Any:
-    """Give the calling thread's tiles their sizes; nothing, unless the instructions are AMX."""
+def configure(typing: Any, rows: Any, instructions: Any, form_of_codes: Any) -> Any:
+    """Give the calling thread's tiles their sizes, for that many rows of x; nothing, unless the instructions
+    are AMX.
+    """
     literals = (instructions, form_of_codes)
     constants = of_literals(literals)
     if constants is None:
@@ -50,11 +54,15 @@ def configure(typing: Any, instructions: Any, form_of_codes: Any) -> Any:
             widths, rows = [width for _, width in sizes], [count for count, _ in sizes]
             packed = struct.pack("<BB14x8H16x8B8x", PALETTE, 0, *widths, *rows)
             numbers = ir.Constant(ir.ArrayType(BYTE, len(packed)), bytearray(packed))
-            place = cgutils.alloca_once_value(builder, numbers)
-            v.call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), builder.bitcast(place, BYTE.as_pointer()))
+            place = cgutils.alloca_once(builder, numbers.type)
+            builder.store(numbers, place)
+            address = builder.ptrtoint(place, v.LONG)
+            for tile in (*range(TILES), X):
+                v.store(builder, v.plus(builder, address, ROWS_AT + tile), builder.trunc(arguments[0], BYTE))
+            v.call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), builder.inttoptr(address, BYTE.as_pointer()))
         return context.get_dummy_value()
 
-    return types.none(*literals), code
+    return types.none(types.int64, *literals), code
 
 
 @intrinsic
@@ -74,10 +82,11 @@ def release(typing: Any, instructions: Any) -> Any:
 
 @intrinsic
 def multiply_band(
-    typing: Any, x: Any, x_row: Any, panel: Any, columns: Any, scales: Any, group_sums: Any, sums_row: Any,
-    totals: Any, group: Any, sums: Any, instructions: Any, form_of_codes: Any, form_of_scales: Any,
+    typing: Any, x: Any, x_row: Any, count: Any, panel: Any, columns: Any, scales: Any, group_sums: Any,
+    sums_row: Any, totals: Any, group: Any, sums: Any,
+    instructions: Any, form_of_codes: Any, form_of_scales: Any,
 ) -> Any:  # fmt: skip
-    """Add to `totals` the products of BAND rows of x by one group of a panel.
+    """Add to `totals` the products of `count` rows of x, of which tiles are, by one group of a panel.
 
     x, panel:           addresses of the group's first column
     columns:            of the group
@@ -93,12 +102,14 @@ def multiply_band(
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         kind = kind_of(*constants)
         if kind.instructions is Instructions.AMX:
-            x, x_row, panel, columns, scales, group_sums, sums_row, totals, group, sums = arguments[:10]
+            x, x_row, count, panel, columns, scales, group_sums, sums_row, totals, group, sums = arguments[
+                :11
+            ]
             _multiply(builder, kind, x, x_row, panel, columns, sums)
-            _scale(builder, kind, scales, group_sums, sums_row, totals, group, sums)
+            _scale(builder, kind, count, scales, group_sums, sums_row, totals, group, sums)
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 10, *literals), code
+    return types.none(*[types.int64] * 11, *literals), code
 
 
 def _multiply(
@@ -110,7 +121,10 @@ def _multiply(
         v.call(builder, "llvm.x86.tilezero", nothing, _number(tile))
     with cgutils.for_range(builder, builder.udiv(columns, long(at_once))) as loop:
         beside = builder.mul(loop.index, long(2 * at_once))
-        _load(builder, X, v.plus(builder, x, beside), x_row)
+        band = v.plus(builder, x, beside)
+        _load(builder, X, band, x_row)
+        for m in range(BAND, 2 * BAND):
+            v.prefetch(builder, v.plus(builder, band, builder.mul(x_row, long(m))))
         below = v.plus(builder, panel, builder.mul(loop.index, long(at_once // 2 * ROW_OF_TILES)))
         for tile in range(TILES):
             weights = PANEL[tile % len(PANEL)]
@@ -122,8 +136,8 @@ def _multiply(
 
 
 def _scale(
-    builder: ir.IRBuilder, kind: Kind, scales: ir.Value, group_sums: ir.Value, sums_row: ir.Value,
-    totals: ir.Value, group: ir.Value, sums: ir.Value,
+    builder: ir.IRBuilder, kind: Kind, count: ir.Value, scales: ir.Value, group_sums: ir.Value,
+    sums_row: ir.Value, totals: ir.Value, group: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
     """Emit code that adds a band's sums of a group, times the group's scales, to the totals."""
     place, second_half = scales_of_group(builder, kind, scales, group)
@@ -132,12 +146,14 @@ def _scale(
         for tile in range(TILES)
     ]
     of_group = v.plus(builder, group_sums, builder.mul(group, long(4)))
-    with cgutils.for_range(builder, long(BAND // 4)) as quads:
+    last = builder.sub(count, long(1))
+    with cgutils.for_range(builder, builder.udiv(builder.add(count, long(3)), long(4))) as quads:
         quad = builder.mul(quads.index, long(4 * ROW_OF_TILES))
         for m in range(4):
             row = builder.add(builder.mul(quads.index, long(4)), long(m))
             x_sum = None
             if kind.scales.has_zero:
+                row = builder.select(builder.icmp_signed("<", row, last), row, last)
                 number = v.load(builder, v.plus(builder, of_group, builder.mul(row, sums_row)), FLOAT)
                 x_sum = v.broadcast(builder, FLOATS, number)
             found_at = v.plus(builder, sums, v.plus(builder, quad, m * ROW_OF_TILES))

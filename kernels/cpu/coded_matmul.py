@@ -21,7 +21,7 @@ from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from . import amx, calls, code_packing, coded_tile, vectors
-from .amx import BAND, configure, multiply_band, release
+from .amx import BAND, FROM_ROWS, configure, multiply_band, release
 from .calls import Call, StepNumber
 from .code_packing import BLOCK, TILES, Codes, PackedCodes, Scales
 from .coded_tile import PANEL_FROM, Instructions, Kind, clear, decode, multiply, store_rows, total
@@ -192,8 +192,8 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
     with_amx = kind.instructions is Instructions.AMX
     panel_rows = AMX_PANEL_ROWS if with_amx else PANEL_ROWS
     total_vectors, band_vectors = panel_rows * TILES, BAND * TILES
-    amx_band = BAND if with_amx else 1 << 62
-    panel_from = BAND - 1 if with_amx else PANEL_FROM.get(kind.codes, 0)
+    panel_from = FROM_ROWS - 1 if with_amx else PANEL_FROM.get(kind.codes, 0)
+    amx_rows = FROM_ROWS if with_amx else 1 << 62
     word_of_panel = kind.steps * TILES * BYTES
     four_rows = 4 * TILES * BYTES
 
@@ -210,8 +210,9 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
         at_once = PANEL_COLUMNS // group_size
         use_panels = panel_from > 0 and at_once > 0 and m > panel_from
         totals, panel, band_sums = room(total_vectors), room(panel_vectors), room(band_vectors)
-        if use_panels and m >= amx_band:
-            configure(instructions, codes_kind)
+        use_tiles = use_panels and m >= amx_rows
+        # Of tiles, as they are configured now.
+        tile_rows = 0
         while True:
             block = take_number(task)
             if block >= n // BLOCK:
@@ -240,7 +241,7 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
                     store_rows(
                         totals, factor, rows_y, y_row, rows, instructions, codes_kind, scales_kind, 2, 0
                     )
-                elif rows <= 4:
+                elif rows <= 4 and not use_tiles:
                     multiply(
                         rows_x, x_row, rows, block_codes, block_scales, rows_sums, sums_row, totals,
                         0, groups, words, all_words, instructions, codes_kind, scales_kind, 4, 0,
@@ -257,19 +258,22 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
                             block_codes + first * TILES * BYTES, min(end * words, all_words) - first, panel,
                             instructions, codes_kind, scales_kind,
                         )  # fmt: skip
-                        bands = rows // amx_band
-                        for band in range(bands):
+                        for band in range((rows + BAND - 1) // BAND if use_tiles else 0):
+                            count = min(BAND, rows - band * BAND)
+                            if count != tile_rows:
+                                configure(count, instructions, codes_kind)
+                                tile_rows = count
                             for at in range(group, end):
                                 place = at * words
                                 multiply_band(
-                                    rows_x + band * BAND * x_row + place * columns * size, x_row,
+                                    rows_x + band * BAND * x_row + place * columns * size, x_row, count,
                                     panel + (place - first) * word_of_panel,
                                     min(words, all_words - place) * columns, block_scales,
                                     rows_sums + band * BAND * sums_row, sums_row,
                                     totals + band * BAND * TILES * BYTES, at, band_sums,
                                     instructions, codes_kind, scales_kind,
                                 )  # fmt: skip
-                        for quad in range(bands * BAND // 4, quads):
+                        for quad in range(0 if use_tiles else quads):
                             multiply(
                                 rows_x + quad * 4 * x_row, x_row, rows - quad * 4, panel, block_scales,
                                 rows_sums + quad * 4 * sums_row, sums_row, totals + quad * four_rows,
@@ -282,7 +286,7 @@ def _part(sources: str, instructions: int, codes_kind: int, scales_kind: int) ->
                             rows - quad * 4, instructions, codes_kind, scales_kind, 4, 1,
                         )  # fmt: skip
                 row += rows
-        if use_panels and m >= amx_band:
+        if tile_rows:
             release(instructions)
 
     return part
