@@ -16,7 +16,7 @@ chosen by a measurement only: numba takes seconds to compile a kernel for the fi
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -151,11 +151,10 @@ def _arrange_int8(weight: Int8Weight) -> tuple[PackedCodes, Scales, int]:
     return code_packing.pack_int8(weight.codes, scale), Scales.FLOAT32, group_size
 
 
-_FORMATS = (
-    ("int4", Int4, Codes.INT4, _arrange_int4),
-    ("nvfp4", NVFP4, Codes.E2M1, _arrange_nvfp4),
-    ("iq2_xxs", IQ2XXS, Codes.IQ2_XXS, _arrange_iq2_xxs),
-    ("int8", Int8, Codes.INT8, _arrange_int8),
+CPU_TILES = (
+    CpuTiles("cpu_int4_tiles", Int4, Codes.INT4, _arrange_int4),
+    CpuTiles("cpu_nvfp4_tiles", NVFP4, Codes.E2M1, _arrange_nvfp4),
+    CpuTiles("cpu_iq2_xxs_tiles", IQ2XXS, Codes.IQ2_XXS, _arrange_iq2_xxs),
+    CpuTiles("cpu_int8_tiles", Int8, Codes.INT8, _arrange_int8),
 )
-CPU_TILES = tuple(CpuTiles(f"cpu_{name}_tiles", *form) for name, *form in _FORMATS)
-CPU_AMX = tuple(CpuTiles(f"cpu_{name}_amx", *form, amx=True) for name, *form in _FORMATS)
+CPU_AMX = tuple(replace(tiles, name=tiles.name.replace("_tiles", "_amx"), amx=True) for tiles in CPU_TILES)
