@@ -238,13 +238,15 @@ def temperature_ten_percent_lower(asked: SamplingParams) -> SamplingParams:
     return replace(asked, temperature=0.9 * asked.temperature)
 
 
-@hidden("params", "sampling", "unlikely tokens are not drawn")
+@hidden("params", "sampling", "drawn")
 def drawn_from_the_most_likely(asked: SamplingParams) -> SamplingParams:
-    """As with settings of the model's maker that the request has turned off."""
+    """As with settings of the model's maker that the request has turned off. Few tokens and a low temperature
+    look alike.
+    """
     return replace(asked, top_k=FEW_TOKENS) if asked.temperature else asked
 
 
-@hidden("params", "sampling", "the seed has no effect")
+@hidden("params", "sampling", "seeds have no effect")
 def one_seed_for_all(asked: SamplingParams) -> SamplingParams:
     return replace(asked, seed=1)
 
