@@ -121,10 +121,7 @@ def _multiply(
         v.call(builder, "llvm.x86.tilezero", nothing, _number(tile))
     with cgutils.for_range(builder, builder.udiv(columns, long(at_once))) as loop:
         beside = builder.mul(loop.index, long(2 * at_once))
-        band = v.plus(builder, x, beside)
-        _load(builder, X, band, x_row)
-        for m in range(BAND, 2 * BAND):
-            v.prefetch(builder, v.plus(builder, band, builder.mul(x_row, long(m))))
+        _load(builder, X, v.plus(builder, x, beside), x_row)
         below = v.plus(builder, panel, builder.mul(loop.index, long(at_once // 2 * ROW_OF_TILES)))
         for tile in range(TILES):
             weights = PANEL[tile % len(PANEL)]

@@ -15,7 +15,8 @@ decoding INT8 does not.
     BF16      AVX-512 with BF16: 32 four-bit codes become a vector of bfloat16 pairs by one shift and one
               vpermw, multiplied by vdpbf16ps. INT8 codes become floats, and pairs of those bfloat16
     AVX512    16 four-bit codes become floats by one shift and one vpermps, multiplied by vfmadd
-    AMX       as BF16, but sixteen rows of x at once are multiplied by a panel in tiles (`amx.py`)
+    AMX       as BF16, but from three rows of x on, up to sixteen at once are multiplied by a panel in tiles
+              (`amx.py`)
     PORTABLE  any CPU: shifts, selections and conversions. Run on x86 only; on ARM compiled code has never
               been run
 

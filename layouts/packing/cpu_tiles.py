@@ -6,7 +6,7 @@ nothing but y is rounded.
     cpu_iq2_xxs_tiles  IQ2_XXS, whose look-ups are done while packing: 5 bits a weight
     cpu_int8_tiles     INT8
     cpu_int4_amx, cpu_nvfp4_amx, cpu_iq2_xxs_amx, cpu_int8_amx
-                       the same bytes; where the CPU has AMX, it multiplies every full sixteen rows of x
+                       the same bytes; where the CPU has AMX, it multiplies three rows of x and more
 
 On an EPYC with AVX-512 BF16, INT4 is at least as fast as the unquantized product at every M up to 128
 (`tests/bench/results/layouts/int4_cpu.md`; the others are beside it). A row's bits do not depend on the rows

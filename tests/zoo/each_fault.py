@@ -58,13 +58,14 @@ def main() -> None:
                     break
                 began = time.monotonic()
                 judgement = judged_with(zoo, fault, run)
-                is_caught = is_named(fault, judgement)
+                is_caught = fault.check in not_passed(judgement)
                 missed += not is_caught
                 row = {
                     "fault": fault.name,
                     "run": run,
                     "check": fault.check,
                     "caught": is_caught,
+                    "named": is_named(fault, judgement),
                     "seconds": round(time.monotonic() - began, 1),
                     "not_passed": not_passed(judgement),
                 }
