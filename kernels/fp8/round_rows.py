@@ -23,15 +23,33 @@ FEW_ROWS = 256
 """Rows up to which CTAs have twice the warps, since a GPU has more multiprocessors than CTAs."""
 GROUP = 128
 GROUPS_AT_ONCE = 32
+CONVERTS_TWICE = (8, 9)
+"""The compute capability for which Triton converts fp32 to fp16, rounded towards zero, and that to E4M3."""
+LOST = tl.constexpr(0x1FFF)
+"""The bits of fp32 that fp16 does not have."""
 
 
 @triton.jit
-def _codes(values, scale):
+def rounded_to_odd(values):
+    """Return fp32 values with no more bits than fp16 has, the last of them set if any was lost.
+
+    Rounding them once more, to E4M3, gives what rounding `values` to E4M3 gives. Rounding towards zero first
+    would not: what lies just beyond the middle of two codes would lie in the middle.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    return ((bits & ~LOST) | tl.where((bits & LOST) != 0, LOST + 1, 0)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _codes(values, scale, TWICE: tl.constexpr):
     """Return E4M3 codes of `values`, divided by fp32 scales of the same or a broadcast shape."""
     divisor = tl.where(scale > 0, scale, 1.0)
     wide = tl.where(scale > 0, tl.div_rn(values, divisor + tl.zeros_like(values)), 0.0)
     # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
-    return tl.minimum(tl.maximum(wide, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+    wide = tl.minimum(tl.maximum(wide, -E4M3_MAX), E4M3_MAX)
+    if TWICE:
+        wide = rounded_to_odd(wide)
+    return wide.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -42,7 +60,7 @@ def _scale(largest):
 @triton.jit
 def round_rows_kernel(
     x, codes, scales, given, K,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, GIVEN: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Round rows; a row has a CTA, in whose registers it stays, and a scale of its own or the GIVEN one."""
     if PDL:
@@ -61,14 +79,15 @@ def round_rows_kernel(
     scale = tl.load(given) if GIVEN else _scale(tl.max(largest, axis=0))
     tl.store(scales + row, scale)
     for i in tl.static_range(PIECES):
-        rounded = _codes(pieces[i].to(tl.float32), scale)
+        rounded = _codes(pieces[i].to(tl.float32), scale, TWICE)
         tl.store(codes + row * K + i * BLOCK + column, rounded, mask=i * BLOCK + column < K)
 
 
 @triton.jit
 def round_groups_kernel(
-    x, codes, scales, M, groups, ROWS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
-):
+    x, codes, scales, M, groups,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Round groups of 128 columns, a number of consecutive groups per CTA; a row of x has `groups` groups."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -79,7 +98,7 @@ def round_groups_kernel(
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     scale = _scale(tl.max(tl.abs(values), axis=1))
     tl.store(scales + group % groups * M + group // groups, scale, mask=group < M * groups)
-    tl.store(codes + at, _codes(values, scale[:, None]), mask=inside)
+    tl.store(codes + at, _codes(values, scale[:, None], TWICE), mask=inside)
 
 
 def round_rows(x: Tensor, in_groups: bool = False, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,11 +113,12 @@ def round_rows(x: Tensor, in_groups: bool = False, scale: Tensor | None = None) 
     scales = torch.empty(groups, m, dtype=torch.float32, device=x.device)
     if m == 0:
         return codes, scales
-    pdl = compute_capability(x.device) >= (9, 0)
+    capability = compute_capability(x.device)
+    twice, pdl = capability == CONVERTS_TWICE, capability >= (9, 0)
     if in_groups:
         ctas = triton.cdiv(m * groups, GROUPS_AT_ONCE)
         round_groups_kernel[(ctas,)](
-            x, codes, scales, m, groups, GROUPS_AT_ONCE, GROUP, pdl, num_warps=8, launch_pdl=pdl
+            x, codes, scales, m, groups, GROUPS_AT_ONCE, GROUP, twice, pdl, num_warps=8, launch_pdl=pdl
         )
     else:
         largest = max(PIECE, triton.next_power_of_2(triton.cdiv(k, MOST_PIECES)))
@@ -106,7 +126,7 @@ def round_rows(x: Tensor, in_groups: bool = False, scale: Tensor | None = None) 
         warps = min(16, max(1, block // (256 if m <= FEW_ROWS else 512)))
         pieces = triton.cdiv(k, block)
         round_rows_kernel[(m,)](
-            x, codes, scales, x if scale is None else scale, k, block, pieces, scale is not None, pdl,
+            x, codes, scales, x if scale is None else scale, k, block, pieces, scale is not None, twice, pdl,
             num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return codes, scales

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from scalegate.kernels.fp8 import round_rows as rounding_module
 from scalegate.kernels.fp8.matmul import matmul
-from scalegate.kernels.fp8.round_rows import round_rows
+from scalegate.kernels.fp8.round_rows import CONVERTS_TWICE, round_rows, rounded_to_odd
 from scalegate.kernels.fp8.tiles import MORE_ROWS, semaphores_of, splits_of
 from scalegate.kernels.invariant_matmul import Tile
+from scalegate.kernels.triton_imports import tl, triton
 from scalegate.layouts.formats.e4m3 import PER_BLOCK, PER_TOKEN, E4M3Input, E4M3StaticInput
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8, ROW
 from scalegate.tests.rounding_bounds import product_bound
@@ -52,6 +54,41 @@ def test_inputs_are_rounded_by_a_given_scale():
     rounding = E4M3StaticInput(scale[0])
     assert_bits(codes, (rounding.round(x).float() / scale).to(torch.float8_e4m3fn))
     assert float(rounding.round(x).abs().max()) == 224 < float(x.abs().max()), "the largest are clipped"
+
+
+@triton.jit
+def round_to_odd_kernel(values, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, rounded_to_odd(tl.load(values + at)))
+
+
+def test_numbers_that_are_rounded_to_odd_keep_their_codes_by_way_of_fp16():
+    """As Triton converts for compute capability 8.9. Most numbers lie around the middle of two codes."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = ((codes[1:] + codes[:-1]) / 2).view(torch.int32)
+    values = torch.cat([(middle + bits).view(torch.float32) for bits in (-9000, -1, 0, 1, 100, 8191, 9000)])
+    values = torch.cat([values, -values, torch.randn(8192 - 2 * len(values)) * 60]).to(DEVICE)
+    odd = torch.empty_like(values)
+    round_to_odd_kernel[(8,)](values, odd, 1024)
+
+    def by_way_of_fp16(values: torch.Tensor) -> torch.Tensor:
+        half = values.half()
+        too_far = half.float().abs() > values.abs()
+        towards_zero = (half.view(torch.int16) - too_far.short()).view(torch.float16)
+        return towards_zero.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    wanted = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(by_way_of_fp16(odd), wanted)
+    assert not torch.equal(by_way_of_fp16(values), wanted)
+
+
+def test_inputs_for_a_gpu_that_converts_twice_are_rounded_to_the_bits_of_the_definition(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(rounding_module, "compute_capability", lambda device: CONVERTS_TWICE)
+    x = torch.randn(5, 640).to(torch.float16)
+    for in_groups in (False, True):
+        codes, _ = round_rows(x.to(DEVICE), in_groups)
+        assert_bits(codes, rounding_of(in_groups).codes(x)[0])
 
 
 def assert_bits(codes: torch.Tensor, wanted: torch.Tensor) -> None:
