@@ -17,7 +17,13 @@ MARKS: dict[Tried | None, str] = {"compiled only": "†", "run through translati
 """Behind a layout's name in tables, if we never ran its kernel on such a GPU."""
 KV_RUN_ON = ((9, 0),)
 """Compute capabilities of GPUs that ran the tests of the kernels of KV formats."""
-KV_TRANSLATED_FOR = {"unquantized": ((8, 0), (8, 9)), "kvarn": ((8, 0), (8, 9))}
+KV_TRANSLATED_FOR: dict[str, tuple[tuple[int, int], ...]] = {
+    "unquantized": ((8, 0), (8, 9)),
+    "kvarn": ((8, 0), (8, 9)),
+    "int4": ((8, 0), (8, 9)),
+    "fp8": ((8, 9),),
+    "nvfp4": ((8, 9),),
+}
 """By the first word of a KV format's name, compute capabilities whose code ran on a newer GPU."""
 KV_COMPILED_FROM = (8, 0)
 

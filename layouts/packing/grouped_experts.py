@@ -30,6 +30,7 @@ from .trial import trial_refusal
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
 RUN_ON = ((9, 0),)
+TRANSLATED_FOR = ((8, 0), (8, 9))
 E4M3_CAPABILITY = (8, 9)
 
 
@@ -53,7 +54,7 @@ class GroupedUnquantized:
     name = "grouped_unquantized"
     kernel = "grouped_kernel"
     run_on = RUN_ON
-    translated_for = ()
+    translated_for = TRANSLATED_FOR
 
     def refuses(self, problem: Problem) -> str | None:
         dtypes = (*DTYPES, torch.float32)
@@ -77,7 +78,7 @@ class GroupedInt4:
     name = "grouped_int4"
     kernel = "int4_grouped_kernel"
     run_on = RUN_ON
-    translated_for = ()
+    translated_for = TRANSLATED_FOR
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((Int4,), DTYPES).refuses(problem)
@@ -131,7 +132,7 @@ class GroupedNVFP4:
     name = "grouped_nvfp4"
     kernel = "nvfp4_grouped_kernel"
     run_on = RUN_ON
-    translated_for = ()
+    translated_for = TRANSLATED_FOR
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((NVFP4,), (torch.bfloat16,)).refuses(problem)
@@ -162,8 +163,8 @@ class GroupedMXFP4:
 
     name = "grouped_mxfp4"
     kernel = "mxfp4_grouped_kernel"
-    run_on = ()
-    translated_for = ()
+    run_on = RUN_ON
+    translated_for = ((8, 0),)
 
     def refuses(self, problem: Problem) -> str | None:
         refusal = _serves((MXFP4,), (torch.bfloat16,)).refuses(problem)
@@ -239,7 +240,7 @@ class GroupedDequantize:
     name = "grouped_dequantize"
     kernel = "dequantize + grouped_kernel"
     run_on = RUN_ON
-    translated_for = ()
+    translated_for = TRANSLATED_FOR
 
     def refuses(self, problem: Problem) -> str | None:
         if isinstance(problem.spec, Unquantized):

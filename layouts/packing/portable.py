@@ -254,6 +254,6 @@ class IQ2XXSPacking:
 
 INT4_PORTABLE = PortableLayout(Int4Packing())
 NVFP4_PORTABLE = PortableLayout(NVFP4Packing())
-MXFP4_PORTABLE = PortableLayout(MXFP4Packing(), run_on=(), translated_for=())
+MXFP4_PORTABLE = PortableLayout(MXFP4Packing(), translated_for=())
 INT8_PORTABLE = PortableLayout(Int8Packing())
 IQ2_XXS_PORTABLE = PortableLayout(IQ2XXSPacking())

@@ -8,12 +8,14 @@ from scalegate.kernels.portable.tiles import IN_TURNS, MORE_ROWS, TILES, Tile
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
+from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing.layout import PackedWeight, Problem
 from scalegate.layouts.packing.portable import (
     INT4_PORTABLE,
     INT8_PORTABLE,
     IQ2_XXS_PORTABLE,
+    MXFP4_PORTABLE,
     NVFP4_PORTABLE,
     PortableLayout,
 )
@@ -27,6 +29,7 @@ FORMS = [
     (INT4_PORTABLE, Int4(128), BF16),
     (INT4_PORTABLE, Int4(32, zero_point="fractional"), FP16),
     (NVFP4_PORTABLE, NVFP4(), BF16),
+    (MXFP4_PORTABLE, MXFP4(), BF16),
     (INT8_PORTABLE, Int8(128), BF16),
     (IQ2_XXS_PORTABLE, IQ2XXS(), BF16),
     (IQ2_XXS_PORTABLE, IQ2XXS(), FP16),
