@@ -1,10 +1,11 @@
 """Tiles and splits of the portable packed product: by rows of x, and by the weight's shape.
 
 Tiles were tuned for Qwen3-8B's shapes in INT4 on an H200 that runs code for 8.0, by translation
-(`tests/bench/kernels/portable_tiles.py`); nothing was timed on an older GPU. A step of the loop brings 128
-columns into shared memory, `64 bn` bytes of words and `256 bm` bytes of x. Triton keeps `stages - 1` steps in
-shared memory, since a step's numbers are in registers when the next step is asked for. All tiles fit into the
-99 KB of 8.6, 8.9 and 12.x, twice.
+(`tests/bench/kernels/portable_tiles.py`). Nothing was timed on an older GPU: 8.6, 8.9 and 12.x have the same
+tiles because all tiles fit into their 99 KB, twice. What was tried for many rows besides is in
+`tests/bench/results/kernels/portable_h200.txt`. A step of the loop brings 128 columns into shared memory,
+`64 bn` bytes of words and `256 bm` bytes of x. Triton keeps `stages - 1` steps in shared memory, since a
+step's numbers are in registers when the next step is asked for.
 
     rows of x    bm   bn   warps   parts   KB in flight
            8      8   64       2       2   18

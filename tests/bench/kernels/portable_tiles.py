@@ -31,11 +31,18 @@ MAX_SUMS = 128
 
 
 def chosen(m: int, given: str) -> list["Tile"]:
-    """The given tiles, if there are any, that have m rows or, for more rows of x, at least 64."""
+    """The given tiles, if there are any, that have m rows or, for more rows of x, at least 64. A weight must
+    have semaphores enough.
+    """
     if not given:
         return list(tiles(m))
     asked = [Tile(*map(int, words.split("/"))) for words in given.split(",")]
-    return [tile for tile in asked if tile.bm == m or min(m, tile.bm) >= 64]
+    n, most = 4096, semaphores_of(4096)
+    return [
+        tile
+        for tile in asked
+        if (tile.bm == m or min(m, tile.bm) >= 64) and -(-m // tile.bm) * -(-n // tile.bn) <= most
+    ]
 
 
 def tiles(m: int) -> Iterator["Tile"]:
@@ -55,10 +62,10 @@ def setup(capability: str, name: str) -> None:
         from older_gpu import pretend
 
         pretend(*map(int, capability.split(".")))
-    global LAYOUT, SPEC, Tile, packed_matmul, torch
+    global LAYOUT, SPEC, Tile, packed_matmul, semaphores_of, torch
     import torch
     from scalegate.kernels.portable import packed_matmul
-    from scalegate.kernels.portable.tiles import Tile
+    from scalegate.kernels.portable.tiles import Tile, semaphores_of
     from scalegate.layouts.formats.int4 import Int4
     from scalegate.layouts.formats.iq2_xxs import IQ2XXS
     from scalegate.layouts.packing.portable import INT4_PORTABLE, IQ2_XXS_PORTABLE
@@ -86,7 +93,9 @@ def multiply(x: "torch.Tensor", operand: Any, n: int, tile: "Tile", splits: int)
 
 def compile_one(job: tuple[int, tuple[int, ...], int, tuple[str, ...]]) -> None:
     m, tile, splits, shapes = job
-    for n, k in (SHAPES[name] for name in shapes):  # with splits of K and without
+    sizes = [SHAPES[name] for name in shapes]
+    forms = {packed_matmul.splits_of(n, k // 128) > 1: (n, k) for n, k in sizes}
+    for n, k in forms.values():  # with splits of K and without
         x = torch.zeros(m, k, device="cuda", dtype=torch.bfloat16)
         multiply(x, operands(n, k, 1)[0], n, Tile(*tile), splits)
     torch.cuda.synchronize()
@@ -133,7 +142,7 @@ def main() -> None:
         for count in {min(count, 2) for count in splits}  # more splits are the same code
     ]
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(max(1, (os.cpu_count() or 1) - 2), setup, [options.capability, options.format]) as pool:
+    with spawn.Pool(len(os.sched_getaffinity(0)), setup, [options.capability, options.format]) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     results = {}
     for name in shapes:
@@ -161,8 +170,8 @@ def main() -> None:
             results[f"{name} {m}"] = {"bf16": bf16, "tiles": told}
             best = "  ".join(f"{us:.1f} ({bf16 / us:.2f}) {'/'.join(map(str, of))}" for us, *of in told[:5])
             print(f"{name:8} M={m:<5} bf16 {bf16:.1f}  {best}", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({"as": options.capability, "microseconds": results}, indent=1))
+        if options.out:
+            options.out.write_text(json.dumps({"as": options.capability, "microseconds": results}, indent=1))
 
 
 if __name__ == "__main__":
