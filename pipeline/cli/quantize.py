@@ -56,8 +56,8 @@ def command(
     \b
     Recipes: int4-symmetric (groups of 128), int4-hqq (the same with zero points), int4-hqq-g64,
     int4-hqq-g32, int4-gptq, int4-awq, int4-awq-gptq, int4-best, int8, nvfp4, nvfp4-gptq, nvfp4-best,
-    nvfp4-w4a4, nvfp4-fp8, mxfp4, mxfp4-experts, mxfp8, iq2-xxs, fp8, fp8-block, fp8-static,
-    int8-w8a8, int4-fp8, int4-fp8-gptq, int4-fp8-best, or your own.
+    nvfp4-w4a4, nvfp4-fp8, mxfp4, mxfp4-gptq, mxfp4-best, mxfp4-experts, mxfp8, iq2-xxs, fp8, fp8-block,
+    fp8-static, int8-w8a8, int4-fp8, int4-fp8-gptq, int4-fp8-best, or your own.
     Recipes for keys and values alone: fp8-kv, int4-kv, nvfp4-kv, kvarn-k4v2, kvarn-k4v4.
 
     \b

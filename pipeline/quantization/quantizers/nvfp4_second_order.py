@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor
 
-from ....layouts.formats.int4 import pack_nibbles
 from ....layouts.formats.nvfp4 import E2M1_MAX, E4M3_MAX, GROUP_SIZE, NVFP4, NVFP4Weight
 from ..solvers.second_order import Curvature, Round, solve
-from .nvfp4_least_squares import CODES_ABOVE, CODES_BELOW, LARGEST_E4M3, codes_of
+from .e2m1 import packed_codes, rounder
+from .nvfp4_least_squares import CODES_ABOVE, CODES_BELOW, LARGEST_E4M3
 from .quantizer import QuantizedWeight
-
-SMALLEST = 2.0**-120
 
 
 class NVFP4Grid:
@@ -35,17 +33,7 @@ class NVFP4Grid:
         return self._bytes(parameters[0] * factor).view(torch.float8_e4m3fn).float()[None] * self.global_scale
 
     def rounder(self, parameters: Tensor) -> Round:
-        step = parameters[0]
-        divisor = step.clamp(min=SMALLEST)
-
-        def round_into(values: Tensor, rounded: Tensor) -> None:
-            y = values / divisor
-            magnitude = y.abs().clamp_(max=E2M1_MAX)
-            spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-            magnitude.div_(spacing).round_().mul_(spacing)
-            torch.copysign(magnitude, y, out=rounded).mul_(step)
-
-        return round_into
+        return rounder(parameters[0])
 
     def _around(self, step: Tensor) -> Tensor:
         first = self._bytes(step).to(torch.int16)
@@ -62,10 +50,6 @@ def second_order_nvfp4(
     """Return `weight` [N, K] in NVFP4 under `global_scale`, the error of its layer's outputs kept small."""
     solution = solve(weight, curvature, NVFP4Grid(global_scale))
     (step,) = solution.parameters
-    n, k = weight.shape
-    spread = step.unsqueeze(-1).expand(-1, -1, GROUP_SIZE).reshape(n, k)
-    q = torch.where(spread > 0, solution.values / spread.clamp(min=SMALLEST), 0.0)
-    nibbles = codes_of(q.abs()) | ((q < 0).to(torch.uint8) << 3)
     scale = (step / global_scale).to(torch.float8_e4m3fn)
-    quantized = NVFP4Weight(spec, pack_nibbles(nibbles), scale, global_scale)
+    quantized = NVFP4Weight(spec, packed_codes(solution.values, step), scale, global_scale)
     return QuantizedWeight(quantized, *solution.distance_from(weight))

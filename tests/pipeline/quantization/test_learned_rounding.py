@@ -7,6 +7,7 @@ import torch
 from scalegate.base.errors import UserError
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
+from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
@@ -89,7 +90,9 @@ def small(tmp_path_factory: pytest.TempPathFactory, example_checkpoint: Path) ->
     return folder
 
 
-@pytest.mark.parametrize("spec", exhaustive_but([Int4(64), NVFP4()], Int4(64)), ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", exhaustive_but([Int4(64), NVFP4(), MXFP4()], Int4(64)), ids=lambda spec: spec.name
+)
 def test_every_weight_of_a_layer_takes_part_experts_too(
     small: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: WeightFormat
 ) -> None:
@@ -133,7 +136,7 @@ def test_a_short_text_is_learned_from_or_named(
 
 
 @pytest.mark.parametrize(
-    "spec", [Int4(32), Int4(32, symmetric=True), Int8(32), NVFP4()], ids=lambda spec: spec.key
+    "spec", [Int4(32), Int4(32, symmetric=True), Int8(32), NVFP4(), MXFP4()], ids=lambda spec: spec.key
 )
 def test_levels_are_those_of_the_weight(spec: WeightFormat) -> None:
     quantizer = QUANTIZERS[spec.name]
@@ -162,6 +165,7 @@ def test_it_goes_on_from_a_method_s_solution(example_checkpoint: Path, tmp_path:
 
 
 def test_shipped_recipes_learn() -> None:
-    steps = {name: load_recipe(name).learned_rounding for name in ("int4-best", "nvfp4-best", "int4-gptq")}
-    assert steps["int4-best"] > 0 < steps["nvfp4-best"]
+    best = ("int4-best", "nvfp4-best", "mxfp4-best")
+    steps = {name: load_recipe(name).learned_rounding for name in (*best, "int4-gptq")}
+    assert all(steps[name] > 0 for name in best)
     assert steps["int4-gptq"] == 0

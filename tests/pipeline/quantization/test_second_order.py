@@ -4,6 +4,7 @@ import pytest
 import torch
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
+from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
@@ -14,7 +15,7 @@ from scalegate.pipeline.quantization.solvers.second_order import prepare
 from torch import Tensor
 
 N, K = 48, 256
-SPECS = [Int4(128), Int4(32), Int4(64, symmetric=True), Int8(64), NVFP4()]
+SPECS = [Int4(128), Int4(32), Int4(64, symmetric=True), Int8(64), NVFP4(), MXFP4()]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_outputs_are_nearer_and_weights_are_not(weight: Tensor, inputs: Tensor, 
         assert tensor.shape == plain.weight.tensors()[name].shape
 
 
-@pytest.mark.parametrize("spec", [Int4(128), NVFP4()], ids=lambda spec: spec.key)
+@pytest.mark.parametrize("spec", [Int4(128), NVFP4(), MXFP4()], ids=lambda spec: spec.key)
 def test_descent_only_lowers_the_error(
     weight: Tensor, inputs: Tensor, spec: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from scalegate.pipeline.model_loader.contradictions import refuse_contradictions
 from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.model_loader.loaded_by_transformers import why_transformers_fails
 from scalegate.pipeline.publishing.card import unread_by
-from scalegate.pipeline.quantization.quantizers.mxfp4_quantizer import quantize_mxfp4
+from scalegate.pipeline.quantization.quantizers.mxfp4_least_squares import quantize_mxfp4
 from scalegate.pipeline.records.artifact import MANIFEST_NAME
 from scalegate.pipeline.records.recipe import Recipe
 from scalegate.pipeline.records.recipe_file import load_recipe

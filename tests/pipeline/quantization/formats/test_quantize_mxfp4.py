@@ -14,7 +14,7 @@ from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.conventions.declared import stored_weights
 from scalegate.pipeline.model_loader.load_model import load_model
-from scalegate.pipeline.quantization.quantizers.mxfp4_quantizer import quantize_mxfp4
+from scalegate.pipeline.quantization.quantizers.mxfp4_least_squares import quantize_mxfp4
 
 NAME = "model.layers.0.self_attn.q_proj"
 MODULES = 28
