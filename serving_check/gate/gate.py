@@ -32,8 +32,9 @@ from ..statistics.decide import LOOKS, Decision
 from ..workload import run_workload
 from .alone import alone_figures
 from .at_rest import Sides, look_after, look_before
-from .in_use import LoadInUse, RequestSource, ServedLoad, plan_load, plan_profile_load
+from .in_use import LoadInUse, RequestSource, ServedLoad, plan_load
 from .interleaving import Rival, Servers, measure, workload_spec
+from .profile_load import profile_load
 from .repeats import Repeats, Runner, deadline_from, tpot_of
 from .turns import ARTIFACT, BASELINE, RIVAL, Turns
 
@@ -146,9 +147,7 @@ def serve_and_measure(
                 [artifact, baseline], measured, run.workload, run.text, run.tokenizer, run.source, canary
             )
             in_use = load.serve(artifact, baseline)
-        if (profile := _profile(measured, run, run.source, load, in_use)) is not None:
-            with run.clock.stage("profile of loads"):
-                in_use = profile.with_profile(in_use, profile.serve(artifact, baseline))
+        in_use = _with_profile(artifact, baseline, measured, run, run.source, load, in_use)
         with run.clock.stage("at rest"):
             sides = Sides(artifact, baseline, run.workload, run.text, repeats, load.kinds, run.source.context)
             at_rest = look_after(sides, measured, before, in_use.requests)
@@ -200,7 +199,27 @@ def _alone(servers: Servers, run: GateRun) -> AloneFigures | None:
         return alone_figures(servers, run.gpus)
 
 
+def _with_profile(
+    artifact: Endpoint,
+    baseline: Endpoint,
+    measured: Sequence[MeasuredM],
+    run: GateRun,
+    source: RequestSource,
+    load: LoadInUse,
+    in_use: ServedLoad,
+) -> ServedLoad:
+    """Return `in_use` with the figures of the requested profile, if one was requested."""
+    if run.workload.profile is None:
+        return in_use
+    with run.clock.stage("profile of loads"):
+        profile = _profile(baseline, measured, run, source, load, in_use)
+        if profile is None:
+            return in_use
+        return profile.with_profile(in_use, profile.serve(artifact, baseline))
+
+
 def _profile(
+    baseline: Endpoint,
     measured: Sequence[MeasuredM],
     run: GateRun,
     source: RequestSource,
@@ -213,9 +232,8 @@ def _profile(
     blocks = in_use.figures.blocks
     if any(side.errors for block in blocks for side in (block.artifact, block.baseline) if side):
         return None
-    return plan_profile_load(
-        measured, run.workload, run.text, run.tokenizer, source, load, blocks, run.clock.elapsed
-    )
+    profile = profile_load(measured, run.workload, run.text, source.context, load, blocks)
+    return None if profile is None else profile.planned(baseline, run.tokenizer, run.clock.elapsed)
 
 
 def _refuse_shared_addresses(artifact: Endpoint, baseline: Endpoint, rival: Rival | None) -> None:
@@ -382,7 +400,7 @@ def _in_use_in_turns(
         baseline, _ = turns.take(BASELINE, ms)
         load = plan_load([baseline], measured, run.workload, run.text, run.tokenizer, source, canary)
         theirs = load.serve_one(baseline)
-        profile = _profile(measured, run, source, load, load.served([], theirs))
+        profile = _profile(baseline, measured, run, source, load, load.served([], theirs))
         theirs_of_profile = profile.serve_one(baseline) if profile is not None else []
         artifact, _ = turns.take(ARTIFACT, ms)
         before = look_before(artifact)

@@ -16,7 +16,6 @@ from ..evidence.as_asked import not_as_asked, seeds_kept
 from ..evidence.in_use import BlockInUse, FiguresInUse, PartsInUse, ProfileFigures, SideInUse
 from ..evidence.measurement import MeasuredM, Repeat
 from ..evidence.served_in_use import ServedInUse, answers_to_score
-from ..profiles import PROFILES
 from ..settings import WorkloadSettings
 from ..workload.kinds_taken import (
     AcceptedKinds,
@@ -26,7 +25,6 @@ from ..workload.kinds_taken import (
 )
 from ..workload.open_loop import OpenLoopResult, run_open_loop
 from ..workload.planned_request import Kind, PlannedRequest
-from ..workload.profile_plan import plan_profile, shape_of_profile
 from ..workload.use_plan import MEAN_ANSWER, Conversations, UseShape, fewest_requests, plan_requests
 from .interleaving import SEEDS_PER_RUN
 from .repeats import deadline_from
@@ -55,12 +53,6 @@ SEED_OF_BLOCKS = 700_000
 prompts."""
 HEEDED_PROMPT = 64
 """Tokens of the prompt by which the baseline's server shows whether it heeds a repetition penalty."""
-PROFILE_BLOCKS = 4
-"""Number of a profile's blocks on either side: confidence limits from four have three degrees of freedom."""
-PROFILE_SHARE = 0.12
-"""Share of the time until then, in which all requests of a profile come: both servers take four times as long
-to answer them on two cores, so a verdict takes half as long again with a profile."""
-SEED_OF_PROFILE = SEED_OF_BLOCKS + BLOCKS
 
 
 @dataclass(frozen=True)
@@ -266,40 +258,6 @@ def shape_of(
         kinds_in_chats=frozenset.intersection(*(kinds.in_chats for kinds in taken)),
         end_token=source.end_token,
     )
-
-
-def plan_profile_load(
-    measured: Sequence[MeasuredM],
-    workload: WorkloadSettings,
-    text: Sequence[int],
-    tokenizer: TokenText,
-    source: RequestSource,
-    in_use: LoadInUse,
-    shown: Sequence[BlockInUse],
-    elapsed: float,
-) -> LoadInUse | None:
-    """Plan blocks of the profile that the workload asks for; None if it asks for none.
-
-    shown: what the baseline's server showed of the load `in_use`, whose longest prompts say how fast it reads
-    elapsed: seconds that the run has taken so far; a profile takes a share of this
-    """
-    if workload.profile is None:
-        return None
-    profile = PROFILES[workload.profile]
-    levels = [level for level in measured if level.baseline]
-    shape = shape_of_profile(
-        profile,
-        seconds=max(LEAST_SECONDS, PROFILE_SHARE * elapsed / (2 * PROFILE_BLOCKS)),
-        prompt_speed=max(prompt_speed(levels, workload), in_use.prompt_speed(shown)),
-        answer_speed=max(median(served.output_throughput for served in level.baseline) for level in levels),
-        context=source.context,
-        longest_prompt=len(text) // 2,
-    )
-    first = workload.seed * SEEDS_PER_RUN + SEED_OF_PROFILE
-    blocks = tuple(
-        tuple(plan_profile(first + index, profile, shape, text)) for index in range(PROFILE_BLOCKS)
-    )
-    return LoadInUse(blocks, (), tokenizer, PlannedProfile(workload.profile, shape.scale))
 
 
 def prompt_speed(levels: Sequence[MeasuredM], workload: WorkloadSettings) -> float:

@@ -19,7 +19,7 @@ from scalegate.serving_check.checks.in_use.speed import check_speed_in_use
 from scalegate.serving_check.evidence.answer_figures import TokenText
 from scalegate.serving_check.evidence.curve import curve_of, took_turns
 from scalegate.serving_check.evidence.measurement import MeasuredM
-from scalegate.serving_check.gate import at_rest, in_use
+from scalegate.serving_check.gate import at_rest, in_use, profile_load
 from scalegate.serving_check.gate import turns as turns_module
 from scalegate.serving_check.gate.gate import GateRun, serve_in_turns
 from scalegate.serving_check.gate.in_use import RequestSource
@@ -316,7 +316,8 @@ def test_a_load_as_in_use_is_sent_to_one_server_after_the_other(
     counting, monkeypatch: pytest.MonkeyPatch, step_s: float
 ):
     """Each is warmed up if it was started for it; an artifact that is slow in use alone fails."""
-    monkeypatch.setattr(in_use, "LEAST_SECONDS", 0.3)
+    for module in (in_use, profile_load):
+        monkeypatch.setattr(module, "LEAST_SECONDS", 0.3)
     monkeypatch.setattr(at_rest, "FIRST_REQUESTS", 20)
     monkeypatch.setattr(at_rest, "MOST_IN_A_PART", 20)
     load = WorkloadSettings((1, 4), 16, 8, max_blocks=LEAST_BLOCKS, seed=1, profile="chat")
@@ -341,7 +342,7 @@ def test_a_load_as_in_use_is_sent_to_one_server_after_the_other(
         assert block.artifact and block.baseline and not (block.artifact.errors or block.baseline.errors)
         assert len(block.artifact.ttfts) == len(block.baseline.ttfts) == block.requests
     profile = served.in_use.figures.profile
-    assert profile is not None and profile.scale < 1 and len(profile.blocks) == in_use.PROFILE_BLOCKS
+    assert profile is not None and profile.scale < 1 and len(profile.blocks) == profile_load.PROFILE_BLOCKS
     assert all(block.artifact.parts and block.baseline.parts for block in profile.blocks)
     assert served.at_rest.burst and not served.at_rest.baseline_burst and not served.at_rest.errors
     assert served.at_rest.last, "the first M once more"
