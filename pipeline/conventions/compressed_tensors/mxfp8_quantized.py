@@ -20,13 +20,10 @@ from ..fp8 import SCALE, WEIGHT, stored_float8
 from ..mxfp8_tensors import stored_mxfp8
 from .scheme import EIGHT_BITS, SCHEMES
 
-GROUPS = EIGHT_BITS | {
-    "strategy": "group",
-    "group_size": GROUP_SIZE,
-    "scale_dtype": "torch.uint8",
-    "zp_dtype": "torch.uint8",
-}
+GROUPS = EIGHT_BITS | {"strategy": "group", "group_size": GROUP_SIZE, "scale_dtype": "torch.uint8"}
 WEIGHTS, INPUTS = GROUPS | {"dynamic": False}, GROUPS | {"dynamic": True}
+OF_ZERO_POINTS = {"zp_dtype": "torch.uint8"}
+"""Written because compressed-tensors' preset has it. llm-compressor leaves it out."""
 
 
 class MXFP8Quantized:
@@ -52,10 +49,10 @@ class MXFP8Quantized:
         return {module + WEIGHT: weight.codes, module + SCALE: weight.scale}
 
     def weights_config(self, spec: WeightFormat) -> dict[str, Any]:
-        return dict(WEIGHTS)
+        return WEIGHTS | OF_ZERO_POINTS
 
     def inputs_config(self, spec: WeightFormat) -> dict[str, Any] | None:
-        return dict(INPUTS)
+        return INPUTS | OF_ZERO_POINTS
 
 
 SCHEMES.add(MXFP8.name, MXFP8Quantized())

@@ -63,7 +63,7 @@ def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> Calibratio
         if task.spec in rounding_inputs:
             largest.add(module)
         if recipe.method != DATA_FREE:
-            _require_method(recipe.method, module, task.spec)
+            _require_method(recipe.method, module, task.spec, task.linear.k)
             solved[module] = task
         elif task.spec in weighing:
             squares.add(module)
@@ -77,8 +77,8 @@ def calibration_needs(recipe: Recipe, tasks: Sequence[WeightTask]) -> Calibratio
     )
 
 
-def _require_method(method: str, module: str, spec: WeightFormat) -> None:
-    """Raise UserError if weights of `spec` cannot be rounded by `method`."""
+def _require_method(method: str, module: str, spec: WeightFormat, k: int) -> None:
+    """Raise UserError if a weight of `spec` with `k` columns cannot be rounded by `method`."""
     quantizer = QUANTIZERS[spec.name]
     # Tensors that weights share are found before any of them is scaled.
     shares = method != GPTQ and isinstance(quantizer, SharingQuantizer)
@@ -86,9 +86,14 @@ def _require_method(method: str, module: str, spec: WeightFormat) -> None:
         advice = "use `method: gptq`" if shares else "leave `method` out of the recipe"
         raise UserError(f"{module}: {spec.label} has no method {method!r}; {advice}")
     try:
-        quantizer.columns_together(spec)
+        together = quantizer.columns_together(spec)
     except ValueError as error:
         raise UserError(f"{module}: {error}; leave `method` out of the recipe") from error
+    if k % together:
+        raise UserError(
+            f"{module}: {method} rounds {together} columns together, and K = {k} is no multiple of that; "
+            "add a rule with `format: unquantized` for this layer, or leave `method` out of the recipe"
+        )
 
 
 def calibrator(spec: WeightFormat) -> CalibratingQuantizer | None:

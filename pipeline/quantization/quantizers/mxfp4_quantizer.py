@@ -9,8 +9,7 @@ from ....layouts.formats.mxfp4 import GROUP_SIZE, MXFP4, MXFP4Weight
 from ....layouts.formats.weight_format import Weight, WeightFormat
 from ..solvers.second_order import Curvature
 from .mxfp4_least_squares import quantize_mxfp4
-from .mxfp4_levels import MXFP4Levels
-from .mxfp4_second_order import second_order_mxfp4
+from .mxfp4_second_order import MXFP4Levels, second_order_mxfp4
 from .quantizer import QUANTIZERS, QuantizedWeight
 
 

@@ -1,4 +1,4 @@
-"""MXFP4's grid for `second_order.py`: E2M1 codes under a power of two."""
+"""MXFP4's grid for `second_order.py`, and its levels for `learned_rounding.py`: E2M1 under a power of two."""
 
 import math
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....layouts.formats.mxfp4 import GROUP_SIZE, MXFP4, MXFP4Weight
+from ....layouts.formats.mxfp4 import GROUP_SIZE, MXFP4, NAN, MXFP4Weight, from_e8m0
 from ..solvers.second_order import Curvature, Round, solve
-from .e2m1 import packed_codes, rounder
+from .e2m1 import TOP, codes_of_levels, levels_of, packed_codes, positions, rounder, values_of_levels
 from .mxfp4_least_squares import LARGEST_EXPONENT_OF_A_CODE, OFFSETS
 from .quantizer import QuantizedWeight
 
@@ -43,6 +43,30 @@ def second_order_mxfp4(weight: Tensor, spec: MXFP4, curvature: Curvature) -> Qua
     scale = (step.view(torch.int32) >> MANTISSA_BITS).to(torch.uint8)
     quantized = MXFP4Weight(spec, packed_codes(solution.values, step), scale)
     return QuantizedWeight(quantized, *solution.distance_from(weight))
+
+
+class MXFP4Levels:
+    """The levels of a weight. A factor changes a scale once it is nearer to another power of two."""
+
+    top = TOP
+
+    def __init__(self, weight: MXFP4Weight):
+        self.chosen = levels_of(weight.codes)
+        self._weight = weight
+        self.groups = weight.scale.shape[1]
+
+    def positions(self, values: Tensor) -> Tensor:
+        return positions(values, from_e8m0(self._weight.scale))
+
+    def values(self, levels: Tensor, factors: Tensor) -> Tensor:
+        return values_of_levels(levels, from_e8m0(self._stored(factors)))
+
+    def weight(self, levels: Tensor, factors: Tensor) -> MXFP4Weight:
+        return MXFP4Weight(self._weight.spec, codes_of_levels(levels), self._stored(factors))
+
+    def _stored(self, factors: Tensor) -> Tensor:
+        exponent = self._weight.scale + factors.clamp(min=SMALLEST).log2().round()
+        return exponent.clamp(0, NAN - 1).to(torch.uint8)
 
 
 def _around(step: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.mxfp4 import MXFP4
@@ -136,7 +137,7 @@ def test_a_short_text_is_learned_from_or_named(
 
 
 @pytest.mark.parametrize(
-    "spec", [Int4(32), Int4(32, symmetric=True), Int8(32), NVFP4(), MXFP4()], ids=lambda spec: spec.key
+    "spec", [Int4(32), Int4(32, symmetric=True), Int8(32), NVFP4(), MXFP4(), FP8()], ids=lambda spec: spec.key
 )
 def test_levels_are_those_of_the_weight(spec: WeightFormat) -> None:
     quantizer = QUANTIZERS[spec.name]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
@@ -378,6 +379,7 @@ def test_the_output_projection_is_solved_too(small: Path, heldout_text: Path, tm
     ("spec", "said"),
     [
         (Int8(WHOLE_ROW), "GPTQ and AWQ need groups; got INT8 per row"),
+        (FP8("block"), "GPTQ needs one scale for a row or for all; got FP8, blocks"),
         (
             Int4(64, zero_point="fractional"),
             "GPTQ and AWQ need integer zero points; got INT4",
@@ -391,6 +393,30 @@ def test_what_no_method_rounds_is_refused_by_name(
     export = "torchao" if isinstance(spec, Int4) else None
     with pytest.raises(UserError, match=said):
         quantize(example_checkpoint, Recipe("r", spec=spec, method=GPTQ), tmp_path / "o", export=export)
+
+
+def test_a_layer_whose_columns_do_not_go_together_is_named(example_checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    made(source, example_checkpoint, "qwen3", intermediate_size=200)
+    recipe = Recipe("fp8", spec=FP8(), method=GPTQ)
+    with pytest.raises(UserError, match=r"down_proj: gptq rounds 16 columns together, and K = 200 is no"):
+        make(source, recipe, tmp_path / "out", None)
+
+
+def test_attention_in_fp8_is_rounded_beside_nvfp4(
+    two_layers: Path, heldout_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_calibration, "can_draw", lambda *_: False)
+    recipe = Recipe("mixed", spec=NVFP4(), rules=load_recipe("nvfp4-fp8").rules, method=GPTQ)
+    modules = make(two_layers, recipe, tmp_path / "out", heldout_text).quantization["modules"]
+    for kind, of_format in (("self_attn", "fp8"), ("mlp", "nvfp4")):
+        found = [module for name, module in modules.items() if f".{kind}." in name]
+        assert len(found) > 5 and {module["format"]["format"] for module in found} == {of_format}
+        errors = [module["output_error"] for module in found]
+        assert sum(error["calibrated"] for error in errors) < 0.8 * sum(
+            error["data_free"] for error in errors
+        )
 
 
 def test_errors_are_recorded_against_the_source_in_later_layers_too(small: Path, tmp_path: Path) -> None:

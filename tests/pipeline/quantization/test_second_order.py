@@ -2,20 +2,24 @@
 
 import pytest
 import torch
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.quantization.quantizers.all_quantizers import QUANTIZERS
-from scalegate.pipeline.quantization.quantizers.nvfp4_least_squares import shared_global_scale
-from scalegate.pipeline.quantization.quantizers.quantizer import CorrectingQuantizer, QuantizedWeight
+from scalegate.pipeline.quantization.quantizers.quantizer import (
+    CorrectingQuantizer,
+    QuantizedWeight,
+    SharingQuantizer,
+)
 from scalegate.pipeline.quantization.solvers import second_order
 from scalegate.pipeline.quantization.solvers.second_order import prepare
 from torch import Tensor
 
 N, K = 48, 256
-SPECS = [Int4(128), Int4(32), Int4(64, symmetric=True), Int8(64), NVFP4(), MXFP4()]
+SPECS = [Int4(128), Int4(32), Int4(64, symmetric=True), Int8(64), NVFP4(), MXFP4(), FP8(), FP8("tensor")]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,9 @@ def both(weight: Tensor, hessian: Tensor, spec: WeightFormat) -> tuple[Quantized
     """Rounded without the inputs, and with them."""
     quantizer = QUANTIZERS[spec.name]
     assert isinstance(quantizer, CorrectingQuantizer)
-    shared = {"global_scale": shared_global_scale(float(weight.abs().max()))} if spec.shared else {}
+    shared = {}
+    if spec.shared and isinstance(quantizer, SharingQuantizer):
+        shared = quantizer.shared_tensors(spec, quantizer.measure(weight))
     curvature = prepare(hessian, quantizer.columns_together(spec))
     return (
         quantizer.quantize(weight, spec, torch.bfloat16, shared),

@@ -109,6 +109,22 @@ def test_an_artifact_comes_back_as_it_was_written(artifact: Path, example_checkp
     assert all(layer.input_format is PER_GROUP for layer in layers)
 
 
+def test_inputs_are_rounded_too_if_another_tool_names_no_type_of_zero_points(
+    example_checkpoint: Path, tmp_path: Path
+) -> None:
+    """As llm-compressor 0.14 writes it."""
+    folder = tmp_path / "out"
+    quantize(example_checkpoint, "mxfp8", folder, progress=False)
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    for part in ("weights", "input_activations"):
+        group[part]["zp_dtype"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = stored_weights(open_checkpoint(folder))
+    assert len(stored) == MODULES and all(weight.spec == MXFP8() for weight in stored.values())
+    assert all(weight.read_input and weight.read_input() is PER_GROUP for weight in stored.values())
+
+
 def test_what_no_manifest_calls_a_release_is_a_source_of_16_bits(artifact: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(artifact, tmp_path / "source", ignore=shutil.ignore_patterns(MANIFEST_NAME))
     source = stored_weights(open_checkpoint(folder))
