@@ -1,4 +1,4 @@
-"""Calibrated INT4 and NVFP4 beside llm-compressor's, ModelOpt's and auto-round's, by extra nats and KL.
+"""Our formats beside llm-compressor's, ModelOpt's and auto-round's, by extra nats and KL.
 
     python -P tests/bench/quantization/calibrated_quality.py CHECKPOINT... --calibration TEXT.jsonl \
         --heldout TEXT.jsonl \
@@ -6,9 +6,10 @@
 
 Everybody quantizes all linear layers but lm_head, calibrated on the same sequences of 512 tokens; AWQ
 reads 128 of them, as llm-compressor's own examples do. Each tool runs in an environment of its own, and
-what it wrote is read back by our readers, norms included. Weights are evaluated in float32 on windows of
-`--context` tokens. A slice of the text is scored at a time, by all subjects that are there, and
-recorded: a run that was stopped goes on, and figures are over the slices that all have read.
+what it wrote is read back by our readers, norms included; inputs are rounded as each checkpoint says. Models
+are evaluated in float32 on windows of `--context` tokens. A slice of the text is scored at a time, by all
+subjects that are there, and recorded: a run that was stopped goes on, and figures are over the slices that
+all have read.
 `--against SUBJECT...` gives each subject's distance from those, with the standard error of the paired
 differences of slices. `--subjects` leaves out what takes long; `--others NAME=TEXT.jsonl` adds `int4-gptq,
 NAME`, calibrated on a text of another kind.
@@ -19,6 +20,7 @@ import json
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,16 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
 from scalegate.base.atomic_files import write_json
+from scalegate.layouts.formats.e4m3 import E4M3_MAX, PER_BLOCK, PER_TOKEN, E4M3StaticInput
+from scalegate.layouts.formats.input_format import InputFormat
 from scalegate.layouts.formats.int8 import Int8
-from scalegate.layouts.formats.weight_format import Weight, WeightFormat
+from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.pipeline.checkpoints.checkpoint import open_checkpoint
 from scalegate.pipeline.commands.quantize import quantize
-from scalegate.pipeline.conventions.all_conventions import convention_of
+from scalegate.pipeline.model_loader.load_model import load_model
 from scalegate.pipeline.quantization.budget import sensitivity
 from scalegate.pipeline.quantization.budget.sensitivity import candidates as all_candidates
 from scalegate.pipeline.quantization.calibration.calibration_text import read_calibration_text
@@ -45,6 +51,7 @@ from torch import Tensor
 
 TOOLS = Path(__file__).parent / "interchange_tools"
 
+DYNAMIC = {"token": PER_TOKEN, "block": PER_BLOCK}
 SLICE_WINDOWS = 8
 AWQ_SEQUENCES = 128
 OURS: dict[str, dict[str, Any]] = {
@@ -66,13 +73,25 @@ OURS: dict[str, dict[str, Any]] = {
     "nvfp4-gptq, self": {"recipe": "nvfp4-gptq", "calibration": "self"},
     "nvfp4-best": {"recipe": "nvfp4-best", "calibration": "text"},
     "nvfp4-best, self": {"recipe": "nvfp4-best", "calibration": "self"},
+    "fp8": {"recipe": "fp8"},
+    "fp8-block": {"recipe": "fp8-block"},
+    "fp8-static": {"recipe": "fp8-static", "calibration": "text"},
+    "mxfp8": {"recipe": "mxfp8"},
+    "int8-w8a8": {"recipe": "int8-w8a8"},
+    "int4-symmetric": {"recipe": "int4-symmetric"},
+    "int4-fp8": {"recipe": "int4-fp8"},
+    "int4-fp8-gptq": {"recipe": "int4-fp8-gptq", "calibration": "text"},
+    "int4-fp8-best": {"recipe": "int4-fp8-best", "calibration": "text"},
+    "mxfp4": {"recipe": "mxfp4"},
+    "mxfp4-gptq": {"recipe": "mxfp4-gptq", "calibration": "text"},
+    "mxfp4-best": {"recipe": "mxfp4-best", "calibration": "text"},
 }
 WITHOUT_INT8 = "without INT8"
 """Ends the names of those whose budget chooses among INT4 and 16 bits alone."""
 OTHER = "int4-gptq"
 """The recipe that is calibrated on texts of other kinds."""
 LLM_COMPRESSOR = "make_llmcompressor_calibrated.py"
-MODELOPT = "make_modelopt_calibrated.py"
+MODELOPT, MODELOPT_8 = "make_modelopt_calibrated.py", "make_modelopt_eight_bits.py"
 THEIRS = {
     "llm-compressor GPTQ, INT4": ("llmcompressor", LLM_COMPRESSOR, ("gptq", "W4A16_ASYM")),
     "llm-compressor AWQ, INT4": ("llmcompressor", LLM_COMPRESSOR, ("awq", "W4A16_ASYM")),
@@ -82,6 +101,20 @@ THEIRS = {
     "ModelOpt AWQ-lite, NVFP4": ("modelopt", MODELOPT, ("awq_lite",)),
     "ModelOpt local Hessian, NVFP4": ("modelopt", MODELOPT, ("local_hessian",)),
     "auto-round-best, INT4": ("auto-round", "make_autoround.py", ()),
+    "llm-compressor, FP8": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "FP8_DYNAMIC")),
+    "llm-compressor, FP8 block": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "FP8_BLOCK")),
+    "llm-compressor, FP8 static": ("llmcompressor", LLM_COMPRESSOR, ("static", "FP8")),
+    "llm-compressor, MXFP8": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "MXFP8")),
+    "llm-compressor, INT8 W8A8": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "INT8")),
+    "llm-compressor, W4A8": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "W4AFP8")),
+    "llm-compressor GPTQ, W4A8": ("llmcompressor", LLM_COMPRESSOR, ("gptq", "W4AFP8")),
+    "llm-compressor, MXFP4": ("llmcompressor", LLM_COMPRESSOR, ("ptq", "MXFP4A16")),
+    "llm-compressor GPTQ, MXFP4": ("llmcompressor", LLM_COMPRESSOR, ("gptq", "MXFP4A16")),
+    "ModelOpt, FP8": ("modelopt", MODELOPT_8, ("fp8-rows",)),
+    "ModelOpt, FP8 block": ("modelopt", MODELOPT_8, ("fp8-blocks",)),
+    "ModelOpt, FP8 static": ("modelopt", MODELOPT_8, ("fp8",)),
+    "ModelOpt AWQ, W4A8": ("modelopt", MODELOPT_8, ("w4a8-awq",)),
+    "ModelOpt, MXFP4": ("modelopt", MODELOPT_8, ("mxfp4-weights",)),
 }
 
 
@@ -112,25 +145,35 @@ def make(name: str, checkpoint: Path, work: Path, options: argparse.Namespace) -
         sequences = read_calibration_text(open_checkpoint(checkpoint), str(options.calibration)).sequences
         windows = [] if sequences is None else sequences.tolist()
         few = windows[:: max(1, len(windows) // AWQ_SEQUENCES)][:AWQ_SEQUENCES]
-        write_json(work / "windows.json", few if {"awq", "awq_lite"} & {*arguments} else windows)
+        write_json(work / "windows.json", few if {"awq", "awq_lite", "w4a8-awq"} & {*arguments} else windows)
         command = [python, TOOLS / script, checkpoint, folder, *arguments, work / "windows.json"]
         subprocess.run(list(map(str, command)), check=True)
         spent = json.loads((folder / "spent.json").read_text())
     write_json(done, {kind: round(value, 1) for kind, value in spent.items()})
 
 
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Everything a checkpoint holds, dequantized to fp32, by the parameter's name."""
-    checkpoint = open_checkpoint(folder)
-    stored = convention_of(checkpoint).modules(checkpoint)
-    packed = {tensor for weight in stored.values() for tensor in weight.tensors}
-    found = {name: checkpoint.read(name).float() for name in checkpoint.tensors if name not in packed}
-    for module, stored_weight in stored.items():
-        weight = stored_weight.read()
-        found[f"{module}.weight"] = (
-            weight.dequantize(torch.float32) if isinstance(weight, Weight) else weight.float()
-        )
-    return found
+def model_of(folder: Path) -> torch.nn.Module:
+    """The model that a checkpoint describes, in float32, with inputs rounded as it says."""
+    notes = folder / "inputs.safetensors"
+    if not notes.is_file():
+        released = replace(open_checkpoint(folder), as_released=True)
+        return load_model(released, dtype=torch.float32, progress=False).model.eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with safe_open(notes, "pt") as file:
+        kind = file.metadata()["kind"]
+    tensors = load_file(notes)
+    for name, largest in tensors.items():
+        layer, _, part = name.rpartition(".")
+        if part == "largest":
+            rounding = E4M3StaticInput(largest / E4M3_MAX) if kind == "tensor" else DYNAMIC[kind]
+            factors = tensors.get(f"{layer}.factors", torch.ones(()))
+            model.get_submodule(layer).register_forward_pre_hook(partial(rounded, rounding, factors))
+    return model
+
+
+def rounded(rounding: InputFormat, factors: Tensor, module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """A layer's input, multiplied and rounded."""
+    return rounding.round(inputs[0] * factors)
 
 
 @torch.inference_mode()
@@ -162,9 +205,7 @@ def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, An
         make(name, checkpoint, work, options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     windows = token_windows(tokenizer, read_texts(options.heldout), options.context)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    original = {name: value.clone() for name, value in model.state_dict().items()}
-    weights = {name: weights_of(work / name) for name in names}
+    models = {"unquantized": model_of(checkpoint)} | {name: model_of(work / name) for name in names}
     for start in range(0, len(windows), SLICE_WINDOWS):
         part = windows[start : start + SLICE_WINDOWS]
         expected: list[Tensor] | None = None
@@ -176,11 +217,7 @@ def measure(checkpoint: Path, options: argparse.Namespace, results: dict[str, An
                 (work / "scores" / f"{name}-{options.context}-{start}.pt").is_file() for name in names
             ):
                 continue
-            state = model.state_dict()
-            for key, value in (original | weights.get(name, {})).items():
-                if key in state:
-                    state[key].copy_(value)
-            kept, figures = score(model, part, expected)
+            kept, figures = score(models[name], part, expected)
             expected = kept or expected
             path.parent.mkdir(exist_ok=True)
             torch.save(figures, path)

@@ -1,7 +1,9 @@
 """Quantize a checkpoint with llm-compressor's calibrated methods; run by `../calibrated_quality.py`.
 
 python make_llmcompressor_calibrated.py MODEL OUT METHOD SCHEME WINDOWS.json
-    METHOD: gptq awq ptq    SCHEME: W4A16_ASYM NVFP4A16    WINDOWS: token ids, a list for each sequence
+    METHOD: gptq awq ptq static    SCHEME: one of its presets, W4A16_ASYM    WINDOWS: lists of token ids
+
+`ptq` and `static` round to the nearest; `static` reads the text too, for the scales of inputs.
 """
 
 import json
@@ -30,6 +32,7 @@ recipe = {
     # Its activation-aware scaling is a transform that comes before rounding to the nearest.
     "awq": lambda: [AWQModifier(duo_scaling="both"), QuantizationModifier(**what)],
     "ptq": lambda: [QuantizationModifier(**what)],
+    "static": lambda: [QuantizationModifier(**what)],
 }[method]()
 with open(calibration, encoding="utf-8") as file:
     windows = json.load(file)
@@ -47,7 +50,9 @@ else:
         max_seq_length=longest,
     )
 spent = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - begun_cpu}
-model.save_pretrained(out, save_compressed=True)
+# W4A8 would be stored a code a byte, which vLLM does not serve.
+packed = {"quantization_format": "pack-quantized"} if scheme == "W4AFP8" else {}
+model.save_pretrained(out, save_compressed=True, **packed)
 tokenizer.save_pretrained(out)
 with open(os.path.join(out, "spent.json"), "w", encoding="utf-8") as file:
     json.dump(spent, file)
