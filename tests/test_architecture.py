@@ -15,7 +15,7 @@ PROJECT = "scalegate"
 INIT = "__init__"
 REST = "the rest"
 
-FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "serving_check", "pipeline"]
+FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "sglang_plugin", "serving_check", "pipeline"]
 """Lowest first: code imports from its own floor and from those before it."""
 
 ROOMS = {
@@ -28,6 +28,7 @@ ROOMS = {
     ],
     "layouts": [INIT, "formats", "kv", "states", "packing", "modules", "choosing"],
     "vllm_plugin": [INIT, REST],
+    "sglang_plugin": [INIT, REST],
     "serving_check": [
         INIT, "profiles", "statistics", "settings", "engine", "adapters", "workload", "server",
         "evidence", "quality", "draws", "checks", "gate",

@@ -34,8 +34,8 @@ from .serving_check.gate_samples import sample_verdict
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SOURCE_FOLDERS = (
-    "base", "kernels", "layouts", "vllm_plugin", "serving_check", "pipeline", "packaging", "tests", "docs",
-    "examples",
+    "base", "kernels", "layouts", "vllm_plugin", "sglang_plugin", "serving_check", "pipeline", "packaging",
+    "tests", "docs", "examples",
 )  # fmt: skip
 SCRIPT = ROOT / "examples" / "whole_way.sh"
 

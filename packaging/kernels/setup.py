@@ -1,6 +1,7 @@
 """Builds the wheel of the kernels from the repository's own files, under the import name `scalegate_kernels`.
 
-It holds `vllm_plugin/` and every module of the repository that this imports, directly or by way of others.
+It holds `vllm_plugin/`, `sglang_plugin/` and every module of the repository that these import, directly or by
+way of others.
 All imports inside the repository are relative, so the modules work under either name. Only a wheel can be
 built: a source distribution would lack the files that lie outside of this folder.
 """
@@ -16,7 +17,7 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NAME = "scalegate_kernels"
-PLUGIN = "vllm_plugin"
+PLUGINS = ("vllm_plugin", "sglang_plugin")
 
 
 def imported_by(module: Path) -> set[Path]:
@@ -30,9 +31,9 @@ def imported_by(module: Path) -> set[Path]:
 
 
 def modules() -> set[Path]:
-    """Every file of the wheel: the plugin's, what they import, and the `__init__.py` of each package."""
+    """Every file of the wheel: the plugins', what they import, and the `__init__.py` of each package."""
     found: set[Path] = set()
-    ahead = set((ROOT / PLUGIN).glob("*.py"))
+    ahead = {path for plugin in PLUGINS for path in (ROOT / plugin).glob("*.py")}
     while ahead:
         path = ahead.pop()
         found.add(path)
@@ -70,7 +71,7 @@ with TemporaryDirectory() as elsewhere:
         version=tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"],
         packages=[NAME, *map(package_of, FOLDERS)],
         package_dir={NAME: ".", **{package_of(folder): outward(folder) for folder in FOLDERS}},
-        package_data={f"{NAME}.{PLUGIN}": ["*.json"]},
+        package_data={f"{NAME}.{PLUGINS[0]}": ["*.json"]},
         include_package_data=False,
         cmdclass={"build_py": BuildNamedModules},
         options={"build": {"build_base": elsewhere}},

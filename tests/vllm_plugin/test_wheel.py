@@ -1,6 +1,7 @@
 """The wheel `scalegate-kernels` holds the repository's own files, and needs torch and triton alone."""
 
 import ast
+import configparser
 import subprocess
 import sys
 import zipfile
@@ -66,10 +67,12 @@ def test_every_module_is_the_repositorys_own(wheel):
     assert f"{PACKAGE}/vllm_plugin/measured.json" in wheel.namelist()
 
 
-def test_vllm_finds_the_plugin(wheel):
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_each_server_finds_its_plugin(wheel, group):
     [points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    module, _, function = wheel.read(points).decode().split("scalegate = ")[1].strip().partition(":")
-    assert "[vllm.general_plugins]" in wheel.read(points).decode()
+    read = configparser.ConfigParser()
+    read.read_string(wheel.read(points).decode())
+    module, _, function = read[group]["scalegate"].partition(":")
     source = wheel.read(module.replace(".", "/") + ".py").decode()
     assert function in {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
@@ -83,8 +86,9 @@ def test_installing_it_changes_no_other_package(wheel):
 def test_every_module_imports_beside_torch_and_triton_alone(wheel, tmp_path):
     wheel.extractall(tmp_path)
     names = [name.removesuffix(".py").replace("/", ".") for name in modules_in(wheel)]
-    # Those that import vLLM cannot be imported without it; all that they import otherwise is among the rest.
+    # Those that import a server cannot be imported without it; all else that they import is among the rest.
     importing = {f"{PACKAGE}.vllm_plugin.{name}" for name in IMPORTING_VLLM}
+    importing.add(f"{PACKAGE}.sglang_plugin.int_linear")
     assert importing < set(names)
     rest = [name.removesuffix(".__init__") for name in names if name not in importing]
     assert len(rest) > 40
