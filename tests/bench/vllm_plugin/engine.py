@@ -1,15 +1,18 @@
-"""vLLM with its own kernels and with the plugin, side by side: speed, answers, start-up; a short table last.
+"""vLLM, or SGLang, with its own kernels and with the plugin: speed, answers, start-up; a short table last.
 
     python -P tests/bench/vllm_plugin/engine.py --out OUT --formats int4-sym nvfp4 --n 1 8 32 128
     python -P tests/bench/vllm_plugin/engine.py --out OUT --formats gptq awq int8 --layers 4 --n 1
+    python -P tests/bench/vllm_plugin/engine.py --out OUT --server sglang --n 1 16 64
 
-For an environment with vLLM and the wheel `scalegate-kernels`. Each engine is a process of its own, offline,
-on a random checkpoint (`checkpoints.py`). As many formats start at once as fit. Both sides share vLLM's
-compile cache, so graphs of one must not reach the other. They measure in turns: vLLM, plugin, plugin, vLLM.
+For an environment with that server and the wheel `scalegate-kernels`. Each engine is a process of its own,
+offline, on a random checkpoint (`checkpoints.py`). As many formats start at once as fit. Both sides share
+vLLM's compile cache, so graphs of one must not reach the other. They measure in turns: alone, plugin, plugin,
+alone; of several formats that started at once, each has its first turn before any has its second.
 """
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -19,17 +22,35 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from scalegate.tests.bench.random_qwen3 import SHAPES, random_prompts
 from scalegate.tests.bench.vllm_plugin.checkpoints import CONVENTIONS, write_checkpoint
 
-SIDES = {"vllm": "0", "plugin": "1"}
+SIDES = {"alone": "0", "plugin": "1"}
 """Values of SCALEGATE_KERNELS."""
-TOLD = ("scalegate-kernels", "LinearKernel", "jit_monitor", "compilation during inference", "cache", "took")
+Row = dict[str, Any]
+TOLD = (
+    "scalegate-kernels",
+    "LinearKernel",
+    "attention backend",
+    "jit_monitor",
+    "compilation during inference",
+    "cache",
+    "took",
+)
 TRAFFIC_ANSWER = 64
 """The most tokens of an answer in mixed traffic; prompts take the rest of the longest length."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of requests for which CUDA graphs are captured."""
+SGLANG = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "disable_prefill_cuda_graph": True,
+}
+"""How SGLang runs without FlashAttention 3 and FlashInfer."""
 TEXTS, TEXT_TOKENS = 8, 256
 """Of the random prompts whose log-probabilities are compared."""
 
@@ -39,9 +60,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--server", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--formats", nargs="+", choices=CONVENTIONS, default=["int4-sym"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
@@ -52,6 +75,12 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="formats that fit into the GPU at once")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument(
+        "--scores", type=int, default=1, help="how often texts are scored, to see whether an answer changes"
+    )
+    parser.add_argument(
+        "--lock", type=Path, help="a file that benches which start together share, to measure one by one"
+    )
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument(
         "--traffic", type=int, default=0, help="requests of mixed lengths for each engine with the plugin"
@@ -95,16 +124,10 @@ def compare(options: argparse.Namespace) -> None:
         engines |= group
         for engine in group.values():
             engine.answer(ends)
-        for convention in some:
+        with alone_with(options.lock):
             for turn in range(options.turns):
-                for length in options.lengths:
-                    for side in SIDES if turn % 2 == 0 else reversed(SIDES):
-                        group[convention, side].ask(f"measure {length}", ends)
-                if turn == 0:
-                    for side in SIDES:
-                        group[convention, side].ask("score", ends)
-                    if options.traffic:
-                        group[convention, "plugin"].ask_for_traffic(options.traffic, ends)
+                for convention in some:
+                    measure_turn(options, group, convention, turn, ends)
         for engine in group.values():
             engine.stop()
     for engine in engines.values():
@@ -114,14 +137,42 @@ def compare(options: argparse.Namespace) -> None:
     table(options, engines)
 
 
+def measure_turn(
+    options: argparse.Namespace,
+    group: "dict[tuple[str, str], Engine]",
+    convention: str,
+    turn: int,
+    ends: float,
+) -> None:
+    for length in options.lengths:
+        for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+            group[convention, side].ask(f"measure {length}", ends)
+    if turn == 0:
+        for side in SIDES:
+            group[convention, side].ask(f"score {options.scores}", ends)
+        if options.traffic:
+            group[convention, "plugin"].ask_for_traffic(options.traffic, ends)
+
+
+@contextlib.contextmanager
+def alone_with(lock: Path | None) -> Iterator[None]:
+    """Hold the lock within the block, if there is one."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
 class Engine:
-    """A child that holds a vLLM engine; it answers each line of its input with one of its output."""
+    """A child that holds an engine; it answers each line of its input with one of its output."""
 
     def __init__(self, options: argparse.Namespace, convention: str, side: str):
         self.name = f"{convention} {side}"
         self.log = options.out / f"{convention}-{side}.log"
         self.results = options.out / f"{options.shape}-{convention}-{side}.jsonl"
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
         self.compiled_in_traffic: list[str] = []
         environment = {**os.environ, "SCALEGATE_KERNELS": SIDES[side], "PYTHONUNBUFFERED": "1"}
         child = [sys.executable, "-P", __file__, *sys.argv[1:], "--child", convention]
@@ -182,7 +233,7 @@ class Engine:
 def run_engine(options: argparse.Namespace) -> None:
     """The child: load an engine, then answer each line of the input."""
     started = time.perf_counter()
-    engine = VllmEngine(options)
+    engine = SglangEngine(options) if options.server == "sglang" else VllmEngine(options)
     answer_to = {"measure": engine.measure, "score": engine.score, "traffic": engine.traffic}
     engine.seconds_of(2, 64, 8)
     print("ANSWER", json.dumps([{"start_s": time.perf_counter() - started}]), flush=True)
@@ -195,31 +246,61 @@ class VllmEngine:
     """A vLLM engine in this process, and what it measures."""
 
     def __init__(self, options: argparse.Namespace):
-        from vllm import LLM
-
         self.options = options
         workloads = [workload(length, options.n) for length in options.lengths]
         self.longest = max(prompt + answer for prompt, answer, _ in workloads)
         self.warm: set[tuple[str, int]] = set()
         most = max(n for *_, numbers in workloads for n in numbers)
         tokens = max((prompt + answer + 32) * max(numbers) for prompt, answer, numbers in workloads)
-        sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *options.n})
+        self.start(str(folder_of(options, options.child)), most, tokens)
+
+    def start(self, folder: str, most: int, tokens: int) -> None:
+        """Load the model for `most` requests at once, and `tokens` of theirs."""
+        from vllm import LLM
+
+        options = self.options
+        sizes = sorted({*SIZES, 256, 512, *options.n})
         self.llm = LLM(
-            model=str(folder_of(options, options.child)), skip_tokenizer_init=True, dtype=options.dtype,
+            model=folder, skip_tokenizer_init=True, dtype=options.dtype,
             max_model_len=max(1024, self.longest + 8), max_num_seqs=most, max_num_batched_tokens=8192,
             enable_prefix_caching=False, seed=0, gpu_memory_utilization=0.1,
+            kv_cache_dtype=options.kv_cache_dtype,
             # Told, and not found by looking at what is free: other engines start at the same time.
             kv_cache_memory_bytes=int(1.05 * bytes_a_token(options) * tokens) + 2**28,
             tensor_parallel_size=options.tensor_parallel_size,
             compilation_config={"cudagraph_capture_sizes": [n for n in sizes if n <= max(most, 512)]},
         )  # fmt: skip
 
+    def given(self, prompts: list[list[int]], tokens: list[int]) -> list[int]:
+        """Answer prompts with so many greedy tokens each, all at once; return how many each was given."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True, detokenize=False)
+            for each in tokens
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        answers = self.llm.generate(requests, sampling, use_tqdm=False)
+        return [len(answer.outputs[0].token_ids) for answer in answers]
+
+    def logprobs(self, texts: list[list[int]]) -> list[float]:
+        """Return the log-probability of each token of the texts but their first ones."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        answers = self.llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
+        return [
+            each[token].logprob
+            for ids, answer in zip(texts, answers, strict=True)
+            for token, each in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)
+        ]
+
     def seconds_of(self, n: int, prompt: int, answer: int) -> float:
-        requests = [{"prompt_token_ids": ids} for ids in random_prompts(n, prompt, self.options.shape)]
+        prompts = random_prompts(n, prompt, self.options.shape)
         begun = time.perf_counter()
-        answers = self.llm.generate(requests, greedy(answer), use_tqdm=False)
+        given = self.given(prompts, [answer] * n)
         seconds = time.perf_counter() - begun
-        if [len(each.outputs[0].token_ids) for each in answers] != [answer] * n:
+        if given != [answer] * n:
             raise RuntimeError("tokens are missing")
         return seconds
 
@@ -234,18 +315,11 @@ class VllmEngine:
             found.append({"length": length, "n": n, "tok_s": n * answer / whole, "first_s": first})
         return found
 
-    def score(self) -> list[dict[str, Any]]:
-        from vllm import SamplingParams
-
+    def score(self, times: str) -> list[dict[str, Any]]:
         texts = random_prompts(TEXTS, TEXT_TOKENS, self.options.shape)
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        answers = self.llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling, use_tqdm=False)
-        logprobs = [
-            each[token].logprob
-            for ids, answer in zip(texts, answers, strict=True)
-            for token, each in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)
-        ]
-        return [{"logprobs": logprobs}]
+        found = [self.logprobs(texts) for _ in range(int(times))]
+        largest = [max(abs(a - b) for a, b in zip(found[0], each, strict=True)) for each in found[1:]]
+        return [{"logprobs": found[0], "largest_when_scored_again": largest}]
 
     def traffic(self, count: str) -> list[dict[str, Any]]:
         """Requests all at once, more than run together, of prompts and answers of many lengths."""
@@ -254,12 +328,39 @@ class VllmEngine:
         lengths = [int(2 ** drawn.uniform(0, most)) for _ in range(int(count))]
         tokens = [drawn.randint(1, TRAFFIC_ANSWER) for _ in lengths]
         text = random_prompts(1, self.longest, self.options.shape)[0]
-        requests = [{"prompt_token_ids": text[:length]} for length in lengths]
         begun = time.perf_counter()
-        answers = self.llm.generate(requests, [greedy(each) for each in tokens], use_tqdm=False)
-        given = [len(answer.outputs[0].token_ids) for answer in answers]
+        given = self.given([text[:length] for length in lengths], tokens)
         whole = sum(map(int.__eq__, given, tokens))
-        return [{"requests": len(requests), "whole": whole, "seconds": time.perf_counter() - begun}]
+        return [{"requests": len(lengths), "whole": whole, "seconds": time.perf_counter() - begun}]
+
+
+class SglangEngine(VllmEngine):
+    """The same with an SGLang engine, whose scheduler is a process of its own."""
+
+    def start(self, folder: str, most: int, tokens: int) -> None:
+        from sglang import Engine as Sglang
+
+        options = self.options
+        self.llm = Sglang(
+            model_path=folder, skip_tokenizer_init=True, dtype=options.dtype, random_seed=0,
+            context_length=max(1024, self.longest + 8), max_running_requests=most, max_total_tokens=tokens,
+            # Of the memory that is free when it starts: other engines start at the same time.
+            mem_fraction_static=0.5, chunked_prefill_size=8192, disable_radix_cache=True,
+            cuda_graph_bs_decode=sorted({n for n in (*SIZES, *options.n) if n <= most}),
+            tp_size=options.tensor_parallel_size, log_level="info", **SGLANG,
+        )  # fmt: skip
+
+    def given(self, prompts: list[list[int]], tokens: list[int]) -> list[int]:
+        sampling = [{"temperature": 0, "max_new_tokens": each, "ignore_eos": True} for each in tokens]
+        answers = self.llm.generate(input_ids=prompts, sampling_params=sampling)
+        return [len(answer["output_ids"]) for answer in answers]
+
+    def logprobs(self, texts: list[list[int]]) -> list[float]:
+        sampling = {"temperature": 0, "max_new_tokens": 1}
+        answers = self.llm.generate(
+            input_ids=texts, sampling_params=sampling, return_logprob=True, logprob_start_len=0
+        )
+        return [logprob for each in answers for logprob, *_ in each["meta_info"]["input_token_logprobs"][1:]]
 
 
 def bytes_a_token(options: argparse.Namespace) -> int:
@@ -269,51 +370,56 @@ def bytes_a_token(options: argparse.Namespace) -> int:
     return 2 * 2 * heads * fields["head_dim"] * (options.layers or fields["num_hidden_layers"])
 
 
-def greedy(tokens: int) -> Any:
-    """Return the sampling parameters of an answer of exactly that many greedy tokens."""
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-
-
 def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -> None:
-    """Speeds and their ratios: the better of an engine's turns."""
+    """Print speeds and their ratios to the server alone: the better of an engine's turns."""
     for convention in options.formats:
-        rows = {side: engines[convention, side].rows for side in SIDES}
-        starts = {
-            side: next((r["start_s"] for r in rows[side] if "start_s" in r), math.nan) for side in SIDES
-        }
-        print(f"# {convention} {options.dtype}: start-up {starts['vllm']:.0f} -> {starts['plugin']:.0f} s")
-        for length in options.lengths:
-            for n in workload(length, options.n)[2]:
-                best = {
-                    side: [r for r in rows[side] if (r.get("length"), r.get("n")) == (length, n)]
-                    for side in SIDES
-                }
-                if not all(best.values()):
-                    continue
-                speed = {side: max(r["tok_s"] for r in best[side]) for side in SIDES}
-                first = {side: min(r["first_s"] for r in best[side]) for side in SIDES}
+        alone, plugin = (engines[convention, side] for side in SIDES)
+        starts = [
+            next((row["start_s"] for row in engine.rows if "start_s" in row), math.nan)
+            for engine in (alone, plugin)
+        ]
+        print(f"# {convention} {options.dtype}: start-up {starts[0]:.0f} -> {starts[1]:.0f} s")
+        print_speeds(options, alone.rows, plugin.rows)
+        print_rest(plugin, alone.rows, plugin.rows)
+
+
+def print_speeds(options: argparse.Namespace, theirs: list[Row], ours: list[Row]) -> None:
+    for length in options.lengths:
+        for n in workload(length, options.n)[2]:
+            found = [
+                [row for row in side if (row.get("length"), row.get("n")) == (length, n)]
+                for side in (theirs, ours)
+            ]
+            if all(found):
+                speed = [max(row["tok_s"] for row in side) for side in found]
+                first = [min(row["first_s"] for row in side) * 1e3 for side in found]
                 print(
-                    f"  {length} N={n}: {speed['vllm']:.0f} -> {speed['plugin']:.0f} tok/s, "
-                    f"{speed['plugin'] / speed['vllm']:.3f}x; first token {first['vllm'] * 1e3:.0f} -> "
-                    f"{first['plugin'] * 1e3:.0f} ms"
+                    f"  {length} N={n}: {speed[0]:.0f} -> {speed[1]:.0f} tok/s, {speed[1] / speed[0]:.3f}x; "
+                    f"first token {first[0]:.0f} -> {first[1]:.0f} ms"
                 )
-        for row in rows["plugin"]:
-            if "requests" in row:
-                compiled = engines[convention, "plugin"].compiled_in_traffic
-                print(
-                    f"  {row['requests']} requests of mixed lengths in {row['seconds']:.0f} s: "
-                    f"{row['whole']} whole; compiled: {compiled or 'nothing'}"
-                )
-        scores = [next((r["logprobs"] for r in rows[side] if "logprobs" in r), None) for side in SIDES]
-        if all(scores):
-            differences = [abs(a - b) for a, b in zip(*scores, strict=True)]
-            nats = [-sum(each) / len(each) for each in scores]
+
+
+def print_rest(engine: Engine, theirs: list[Row], ours: list[Row]) -> None:
+    """Print what became of mixed traffic, and how far log-probabilities differ."""
+    for row in ours:
+        if "requests" in row:
             print(
-                f"  log-probabilities: mean difference {sum(differences) / len(differences):.4f}, largest "
-                f"{max(differences):.3f}; nats {nats[0]:.4f} and {nats[1]:.4f}"
+                f"  {row['requests']} requests of mixed lengths in {row['seconds']:.0f} s: "
+                f"{row['whole']} whole; compiled: {engine.compiled_in_traffic or 'nothing'}"
             )
+    for name, side in (("alone", theirs), (engine.name, ours)):
+        for row in side:
+            if again := row.get("largest_when_scored_again"):
+                told = " ".join(f"{each:.3f}" for each in again)
+                print(f"  {name}: scored again, the largest difference of a log-probability: {told}")
+    scores = [next((row["logprobs"] for row in side if "logprobs" in row), None) for side in (theirs, ours)]
+    if all(scores):
+        differences = [abs(a - b) for a, b in zip(*scores, strict=True)]
+        nats = [-sum(each) / len(each) for each in scores]
+        print(
+            f"  log-probabilities: mean difference {sum(differences) / len(differences):.4f}, largest "
+            f"{max(differences):.3f}; nats {nats[0]:.4f} and {nats[1]:.4f}"
+        )
 
 
 if __name__ == "__main__":
