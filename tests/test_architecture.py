@@ -68,6 +68,8 @@ BY_KEYWORD = {
     "layouts.modules.gated_experts._gated_experts": "the same",
     "pipeline.cli.layout.command": "the options of a command",
     "pipeline.commands.layout.layout": "the same, of the Python API",
+    "vllm_plugin.attention.__init__": "vLLM's own interface",
+    "vllm_plugin.attention.forward": "the same",
 }
 """Functions with more parameters, and why they have no type for them."""
 

@@ -14,7 +14,10 @@
     compile_ahead.py  has other processes do that while vLLM loads the weights
     compiler.py     what these processes run
     cache_key.py    what vLLM's compile cache must depend on
-    interface.py    all that is vLLM's
+    attention.py    an attention backend for keys and values in `int4_per_token_head`
+    int4_pages.py   its pages in vLLM's memory, and what its steps compute
+    interface.py    all that is vLLM's, but for attention
+    attention_interface.py  the same for attention
 
-No other folder imports this one: vLLM and `packaging/kernels/` do.
+Of the other folders only `sglang_plugin/` imports this one; vLLM and `packaging/kernels/` do, too.
 """

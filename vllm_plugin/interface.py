@@ -1,4 +1,5 @@
-"""Every part of vLLM that the plugin uses. No other file asks which vLLM is installed.
+"""Every part of vLLM that the plugin uses, but for attention (`attention_interface.py`). No other file asks
+which vLLM is installed.
 
 Importing this file imports vLLM; if a part is missing, ImportError or AttributeError names it, and the plugin
 does nothing.

@@ -56,6 +56,17 @@ def register_kernels() -> None:
         interface.offer_experts(ScalegateExperts, pack_int4, pack_nvfp4)
     except (AttributeError, TypeError) as error:
         _say(f"scalegate-kernels leaves all experts to vLLM: {error}")
+    try:
+        offer_attention()
+    except (AttributeError, ImportError, ValueError) as error:
+        _say(f"scalegate-kernels leaves all attention to vLLM: {error}")
+
+
+def offer_attention() -> None:
+    from .attention import ScalegateAttentionBackend
+    from .attention_interface import offer_backend
+
+    offer_backend(ScalegateAttentionBackend)
 
 
 def installed_vllm() -> tuple[int, int]:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from scalegate.tests.vllm_plugin import stand_in_attention
 from torch import nn
 
 PLUGIN = "scalegate.vllm_plugin"
-IMPORTING_VLLM = ("interface", "int_linear", "nvfp4_linear", "serving", "experts")
+IMPORTING_VLLM = (
+    "interface", "int_linear", "nvfp4_linear", "serving", "experts", "attention_interface", "attention",
+)  # fmt: skip
 """Modules of the plugin that hold what they have imported from vLLM: they are imported anew."""
 
 
@@ -126,6 +129,8 @@ class StandIn:
     int_wna16: Any
     nvfp4: Any
 
+    backends: Any
+
     @property
     def mixed(self) -> list[type]:
         return self.linear._POSSIBLE_KERNELS["cuda"]
@@ -145,9 +150,12 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (9, 0))
     config = SimpleNamespace(
         kernel_config=SimpleNamespace(linear_backend="auto"),
-        parallel_config=SimpleNamespace(use_ubatching=False),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        parallel_config=SimpleNamespace(use_ubatching=False, decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=4),
+        **stand_in_attention.config(),
     )
+    registry = stand_in_attention.registry()
+    backends = registry["AttentionBackendEnum"]
     linear = ModuleType("vllm.model_executor.kernels.linear")
     linear.__dict__.update(
         MarlinNvFp4LinearKernel=MarlinNvFp4LinearKernel, MPLinearKernel=MPLinearKernel,
@@ -178,6 +186,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
             "current_platform": platform,
         },
         "vllm.scalar_type": {"scalar_types": SimpleNamespace(**TYPES)},
+        **stand_in_attention.modules(registry),
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -188,4 +197,4 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
         monkeypatch.delitem(sys.modules, f"{PLUGIN}.{name}", raising=False)
         monkeypatch.delattr(importlib.import_module(PLUGIN), name, raising=False)
     monkeypatch.setattr(importlib.import_module(f"{PLUGIN}.register"), "logger", logger)
-    return StandIn(envs, linear, platform, config, log, int_wna16, nvfp4)
+    return StandIn(envs, linear, platform, config, log, int_wna16, nvfp4, backends)

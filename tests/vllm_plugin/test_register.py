@@ -58,10 +58,31 @@ def test_experts_of_an_interface_that_is_not_known_stay_vllms(vllm):
     assert line.startswith("scalegate-kernels leaves all experts to vLLM: ")
 
 
+def test_attention_of_an_interface_that_is_not_known_stays_vllms(vllm, monkeypatch):
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    monkeypatch.delattr(registry, "register_backend")
+    register()
+    assert not vllm.backends.CUSTOM.is_overridden()
+    assert vllm.mixed[0].__name__ == "ScalegateLinearKernel", "linear layers are served"
+    [line] = vllm.log
+    assert line.startswith("scalegate-kernels leaves all attention to vLLM: ")
+
+
+def test_the_attention_backend_of_another_plugin_stays(vllm):
+    importlib.import_module("vllm.v1.attention.backends.registry").register_backend(
+        vllm.backends.CUSTOM, "theirs"
+    )
+    register()
+    assert vllm.backends.CUSTOM.get_path() == "theirs"
+    [line] = vllm.log
+    assert "another plugin has registered an attention backend" in line
+
+
 def steps_aside(vllm, *told: str) -> None:
     register()
     assert vllm.int_wna16.MarlinExperts is stand_in.MarlinExperts
     assert vllm.mixed == [stand_in.MacheteLinearKernel]
+    assert not vllm.backends.CUSTOM.is_overridden()
     assert vllm.linear.MarlinNvFp4LinearKernel is stand_in.MarlinNvFp4LinearKernel
     assert vllm.envs.environment_variables == {}, "the cache of a vLLM without us is used as it is"
     [line] = vllm.log

@@ -1,4 +1,4 @@
-"""The wheel `scalegate-kernels` holds the repository's own files, and needs torch and triton alone."""
+"""The wheel `scalegate-kernels` holds the repository's own files, and needs numpy, torch and triton alone."""
 
 import ast
 import configparser
@@ -20,7 +20,7 @@ import torch
 class Refusing:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in ("{PACKAGE}", "torch", "triton"):
+        if top not in sys.stdlib_module_names and top not in ("{PACKAGE}", "numpy", "torch", "triton"):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=top)
 
 # What torch and triton import themselves is theirs to need.
@@ -30,7 +30,7 @@ try:
 except ModuleNotFoundError:
     pass
 for name in list(sys.modules):
-    if name.partition(".")[0] in ("click", "tqdm", "yaml", "numpy", "transformers"):
+    if name.partition(".")[0] in ("click", "tqdm", "yaml", "transformers"):
         del sys.modules[name]
 sys.meta_path.insert(0, Refusing())
 for module in sys.argv[1:]:
@@ -80,10 +80,12 @@ def test_each_server_finds_its_plugin(wheel, group):
 def test_installing_it_changes_no_other_package(wheel):
     [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     needs = Parser().parsestr(wheel.read(metadata).decode()).get_all("Requires-Dist")
-    assert sorted(need.partition(";")[0].strip() for need in needs) == ["torch", "triton"], "and no bounds"
+    assert sorted(need.partition(";")[0].strip() for need in needs) == ["numpy", "torch", "triton"], (
+        "and no bounds"
+    )
 
 
-def test_every_module_imports_beside_torch_and_triton_alone(wheel, tmp_path):
+def test_every_module_imports_beside_its_dependencies_alone(wheel, tmp_path):
     wheel.extractall(tmp_path)
     names = [name.removesuffix(".py").replace("/", ".") for name in modules_in(wheel)]
     # Those that import a server cannot be imported without it; all else that they import is among the rest.
