@@ -21,7 +21,7 @@ FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "sglang_plugin", "serving
 ROOMS = {
     "base": [INIT, "errors", REST, "plugins", "registry"],
     "kernels": [
-        INIT, "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul",
+        INIT, "inductor_pdl", "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul",
         "split_k", "cpu",
         "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "fp8",
         "experts", "portable", "states",

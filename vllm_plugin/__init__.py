@@ -13,6 +13,7 @@
     warm_up.py      compiles all that a layer will need, before vLLM serves
     compile_ahead.py  has other processes do that while vLLM loads the weights
     compiler.py     what these processes run
+    pdl.py          lets vLLM's other kernels launch ours early
     cache_key.py    what vLLM's compile cache must depend on
     attention.py    an attention backend for keys and values in `int4_per_token_head`
     int4_pages.py   its pages in vLLM's memory, and what its steps compute

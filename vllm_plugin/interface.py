@@ -7,13 +7,15 @@ does nothing.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
-from inspect import signature
+from inspect import Signature, signature
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 from vllm import envs
+from vllm.compilation.compiler_interface import InductorStandaloneAdaptor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
@@ -38,6 +40,8 @@ INT4_ARGUMENTS = (
 """The arguments of vLLM's packing of INT4 experts that ours uses."""
 NVFP4_ARGUMENTS = ("layer", "w13", "w13_scale", "w13_scale_2", "w2", "w2_scale", "w2_scale_2")
 """The same of NVFP4 experts."""
+COMPILER_OPTIONS = "compiler_config"
+"""The argument of vLLM's compiler with the options for Inductor."""
 
 
 def offer(
@@ -90,10 +94,7 @@ def asking_first(ours: Packing, theirs: Callable[..., Any], arguments: tuple[str
     """Return vLLM's packing `theirs`, which first asks ours. `arguments` are those arguments of vLLM's
     packing that ours uses; TypeError is raised if it lacks one.
     """
-    form = signature(theirs)
-    missing = [name for name in arguments if name not in form.parameters]
-    if missing:
-        raise TypeError(f"{theirs.__name__} has no argument {', '.join(missing)}")
+    form = signature_with(theirs, arguments)
 
     @wraps(theirs)
     def asked(*values: Any, **named: Any) -> Any:
@@ -103,6 +104,35 @@ def asking_first(ours: Packing, theirs: Callable[..., Any], arguments: tuple[str
         return theirs(*values, **named) if packed is None else packed
 
     return asked
+
+
+def signature_with(function: Callable[..., Any], arguments: tuple[str, ...]) -> Signature:
+    """Return the signature of one of vLLM's functions; TypeError is raised if it lacks one of the
+    arguments.
+    """
+    form = signature(function)
+    missing = [name for name in arguments if name not in form.parameters]
+    if missing:
+        raise TypeError(f"{function.__name__} has no argument {', '.join(missing)}")
+    return form
+
+
+CompilerOptions = dict[str, Any]
+
+
+def offer_compilation(around: Callable[[CompilerOptions], AbstractContextManager[CompilerOptions]]) -> None:
+    """Have vLLM compile each graph inside `around`, which is given Inductor's options and returns others."""
+    theirs = InductorStandaloneAdaptor.compile
+    form = signature_with(theirs, (COMPILER_OPTIONS,))
+
+    @wraps(theirs)
+    def compile_inside(*values: Any, **named: Any) -> Any:
+        bound = form.bind(*values, **named)
+        with around(bound.arguments[COMPILER_OPTIONS] or {}) as options:
+            bound.arguments[COMPILER_OPTIONS] = options
+            return theirs(*bound.args, **bound.kwargs)
+
+    InductorStandaloneAdaptor.compile = compile_inside
 
 
 def linear_backend() -> str:
@@ -136,6 +166,7 @@ __all__ = [
     "logger",
     "most_rows",
     "offer",
+    "offer_compilation",
     "offer_experts",
     "permute_param_layout_",
     "scalar_types",

@@ -50,6 +50,7 @@ def register_kernels() -> None:
     from .experts import ScalegateExperts, pack_int4, pack_nvfp4
     from .int_linear import ScalegateLinearKernel
     from .nvfp4_linear import ScalegateNvFp4LinearKernel
+    from .pdl import with_pdl
 
     interface.offer(ScalegateLinearKernel, ScalegateNvFp4LinearKernel, VARIABLE, factor)
     try:
@@ -60,6 +61,10 @@ def register_kernels() -> None:
         offer_attention()
     except (AttributeError, ImportError, ValueError) as error:
         _say(f"scalegate-kernels leaves all attention to vLLM: {error}")
+    try:
+        interface.offer_compilation(with_pdl)
+    except (AttributeError, TypeError) as error:
+        _say(f"scalegate-kernels leaves vLLM's own graphs as they are: {error}")
 
 
 def offer_attention() -> None:

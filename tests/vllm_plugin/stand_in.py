@@ -17,6 +17,7 @@ from torch import nn
 PLUGIN = "scalegate.vllm_plugin"
 IMPORTING_VLLM = (
     "interface", "int_linear", "nvfp4_linear", "serving", "experts", "attention_interface", "attention",
+    "pdl",
 )  # fmt: skip
 """Modules of the plugin that hold what they have imported from vLLM: they are imported anew."""
 
@@ -96,6 +97,13 @@ def prepare_nvfp4_moe_layer_for_marlin(
     return ("marlin", layer, w13, w2_scale_2, is_act_and_mul)
 
 
+class InductorStandaloneAdaptor:
+    """Says what it was asked to compile, and how."""
+
+    def compile(self, graph, example_inputs, compiler_config, compile_range, key=None):
+        return graph, example_inputs, compiler_config, compile_range, key
+
+
 class Parameter(nn.Parameter):
     """A parameter that knows which of its dimensions are which."""
 
@@ -128,7 +136,7 @@ class StandIn:
 
     int_wna16: Any
     nvfp4: Any
-
+    compiler: type[InductorStandaloneAdaptor]
     backends: Any
 
     @property
@@ -167,6 +175,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
         backend_to_kernel_cls=lambda backend: [object, MarlinExperts],
         prepare_nvfp4_moe_layer_for_marlin=prepare_nvfp4_moe_layer_for_marlin,
     )
+    compiler = type("InductorStandaloneAdaptor", (InductorStandaloneAdaptor,), {})
     fused_moe = "vllm.model_executor.layers.fused_moe"
     modules = {
         "vllm.model_executor.layers": {},
@@ -176,6 +185,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
         f"{fused_moe}.experts.marlin_moe": {"MarlinExperts": MarlinExperts},
         f"{fused_moe}.oracle": {"int_wna16": int_wna16, "nvfp4": nvfp4},
         "vllm": {"__version__": version, "envs": envs},
+        "vllm.compilation": {},
+        "vllm.compilation.compiler_interface": {"InductorStandaloneAdaptor": compiler},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: config},
         "vllm.logger": {"init_logger": lambda name: logger},
         "vllm.model_executor": {},
@@ -197,4 +208,4 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> StandIn
         monkeypatch.delitem(sys.modules, f"{PLUGIN}.{name}", raising=False)
         monkeypatch.delattr(importlib.import_module(PLUGIN), name, raising=False)
     monkeypatch.setattr(importlib.import_module(f"{PLUGIN}.register"), "logger", logger)
-    return StandIn(envs, linear, platform, config, log, int_wna16, nvfp4, backends)
+    return StandIn(envs, linear, platform, config, log, int_wna16, nvfp4, compiler, backends)

@@ -78,6 +78,15 @@ def test_the_attention_backend_of_another_plugin_stays(vllm):
     assert "another plugin has registered an attention backend" in line
 
 
+def test_a_compiler_of_an_interface_that_is_not_known_stays_as_it_is(vllm):
+    theirs = vllm.compiler.compile = lambda self, graph: None
+    register()
+    assert vllm.compiler.compile is theirs
+    assert vllm.mixed[0].__name__ == "ScalegateLinearKernel", "layers are served"
+    [line] = vllm.log
+    assert line.startswith("scalegate-kernels leaves vLLM's own graphs as they are: ")
+
+
 def steps_aside(vllm, *told: str) -> None:
     register()
     assert vllm.int_wna16.MarlinExperts is stand_in.MarlinExperts

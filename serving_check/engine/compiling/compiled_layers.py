@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ....base.batch_invariance import BatchInvariance
 from ....base.errors import UserError
 from ....base.log import logger
-from . import graph_passes, pdl
+from ....kernels import inductor_pdl
+from . import graph_passes
 from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
 from .inplace_barriers import barriers_in_loops
 
@@ -107,7 +108,7 @@ class CompiledLayers:
         if kind in self._failed:
             return None
         if kind not in self._compiled:
-            pdl_options = pdl.options() if self.tuning.pdl else {}
+            pdl_options = inductor_pdl.options() if self.tuning.pdl else {}
             self._compiled[kind] = torch.compile(
                 _own_code(cast(types.FunctionType, _run)),
                 fullgraph=True,
@@ -214,7 +215,7 @@ class _TracedLayer:
             if forward is None:
                 return self.plain(*args, **kwargs)
             _mark_token_dims((args, kwargs), traced_tokens)
-            with pdl.waiting_first(), barriers_in_loops():
+            with inductor_pdl.waiting_first(), barriers_in_loops():
                 output = forward(*args, **kwargs)
             _mark_token_dims((output, self.compiled_layers.carry.normed), traced_tokens)
             self.compiled = forward

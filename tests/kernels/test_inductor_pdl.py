@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 import torch._inductor.config
 import triton
-from scalegate.serving_check.engine.compiling import pdl
+from scalegate.kernels import inductor_pdl
 from torch import Tensor
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.runtime.hints import DeviceProperties
@@ -97,7 +97,7 @@ def waits(lines: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_kernel_waits_once_before_it_touches_memory(function: Function, written: Write):
-    kernels = written(function, pdl.waiting_first())
+    kernels = written(function, inductor_pdl.waiting_first())
     assert kernels
     for lines in kernels:
         assert len(waits(lines)) == 1 and waits(lines)[0] < min(touches(lines))
