@@ -10,9 +10,8 @@ pytest.importorskip("triton")
 import torch
 import torch._inductor.config
 from scalegate.serving_check.engine.compiling.inplace_barriers import BARRIER, barriers_in_loops
+from scalegate.tests.kernels.test_inductor_pdl import Write, written  # noqa: F401
 from torch import Tensor
-
-from .test_pdl import Write, written  # noqa: F401
 
 LOOPS = torch._inductor.config.patch({"triton.persistent_reductions": False})
 
