@@ -31,7 +31,11 @@ TO_SPACING = 1.5 * 2.0**20
 
 
 def shared_scale(largest: float) -> Tensor:
-    """Return an fp32 scalar: under this scale, the largest magnitude of a weight is 448."""
+    """Return an fp32 scalar: under this scale, the largest magnitude of a weight is 448.
+
+    No scale of a whole tensor is much better: the errors of so many weights hardly depend on it
+    (`tests/bench/results/quantization/calibrated_log.md`).
+    """
     return torch.tensor(max(largest / E4M3_MAX, SMALLEST))
 
 
