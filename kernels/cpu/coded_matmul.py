@@ -110,8 +110,8 @@ def instructions_for(dtype: torch.dtype) -> Instructions:
 def kernel(instructions: Instructions, codes: Codes, scales: Scales) -> Kernel:
     """Return the compiled kernel; compiling takes a few seconds the first time."""
     kind = Kind(instructions, codes, scales)
-    part = _part(_sources(), *map(int, kind))
-    form = _sources(), int(kind.pairs), int(scales.has_zero)
+    part = _part(sources(), *map(int, kind))
+    form = sources(), int(kind.pairs), int(scales.has_zero)
     product = njit(nogil=True, error_model="numpy")(_product(*form))
     with contextlib.suppress(RuntimeError):
         product.enable_caching()
@@ -122,7 +122,7 @@ def kernel(instructions: Instructions, codes: Codes, scales: Scales) -> Kernel:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """numba's cache checks only a kernel's own file and its closure, so this digest is part of the
     closure.
     """

@@ -162,6 +162,55 @@ def decode(
 
 
 @intrinsic
+def decode_scaled(
+    typing: Any, codes: Any, words: Any, pairs: Any, scales: Any, group: Any, factor: Any,
+    instructions: Any, form_of_codes: Any, form_of_scales: Any,
+) -> Any:  # fmt: skip
+    """Decode `words` vectors of codes of each tile at address `codes`, all of one group, into pairs of
+    bfloat16 with their scales, rounded once.
+
+    scales: address of group 0, of the block; factor: address of the weight's
+    """
+    literals = (instructions, form_of_codes, form_of_scales)
+    constants = of_literals(literals)
+    if constants is None:
+        return None
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        codes, words, pairs, scales, group, factor = arguments[:6]
+        kind = kind_of(*constants)
+        weights = _Codes(builder, kind, codes, TILES)
+        of_all = v.broadcast(builder, FLOATS, v.load(builder, factor, FLOAT))
+        place, second_half = scales_of_group(builder, kind, scales, group)
+        of_tiles = []
+        for tile in range(TILES):
+            address = v.plus(builder, place, tile * kind.scale_bytes)
+            scale, zero = scale_at(builder, kind.scales, address, second_half)
+            of_tiles.append((builder.fmul(scale, of_all), zero))
+        with cgutils.for_range(builder, words) as loop:
+            beside = v.plus(builder, pairs, builder.mul(loop.index, long(kind.steps * TILES * BYTES)))
+            word = weights.at(loop.index)
+            for step in range(kind.steps):
+                for tile, vector in enumerate(weights.decoded(word, step)):
+                    scaled = _scaled_pairs(builder, vector, *of_tiles[tile])
+                    v.store(builder, v.plus(builder, beside, (step * TILES + tile) * BYTES), scaled)
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 6, *literals), code
+
+
+def _scaled_pairs(builder: ir.IRBuilder, pairs: ir.Value, scale: ir.Value, zero: ir.Value | None) -> ir.Value:
+    first = builder.bitcast(builder.shl(pairs, v.constant(INTS, 16)), FLOATS)
+    second = builder.bitcast(builder.and_(pairs, v.constant(INTS, 0xFFFF0000)), FLOATS)
+    if zero is not None:
+        first, second = builder.fadd(first, zero), builder.fadd(second, zero)
+    first, second = builder.fmul(first, scale), builder.fmul(second, scale)
+    beside = v.call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", SHORTS, second, first)
+    in_turn = ir.Constant(SHORTS, [lane // 2 + lane % 2 * 16 for lane in range(32)])
+    return v.call(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS, beside, in_turn)
+
+
+@intrinsic
 def clear(typing: Any, address: Any, vectors: Any) -> Any:
     """Set that many vectors at an address to 0."""
 

@@ -6,7 +6,8 @@ nothing but y is rounded.
     cpu_iq2_xxs_tiles  IQ2_XXS, whose look-ups are done while packing: 5 bits a weight
     cpu_int8_tiles     INT8
     cpu_int4_amx, cpu_nvfp4_amx, cpu_iq2_xxs_amx, cpu_int8_amx
-                       the same bytes; where the CPU has AMX, it multiplies three rows of x and more
+                       the same bytes; where the CPU has AMX, it multiplies three rows of x and more,
+                       and many rows by weights that are decoded, and rounded to bfloat16, for each product
 
 On an EPYC with AVX-512 BF16, INT4 is at least as fast as the unquantized product at every M up to 128
 (`tests/bench/results/layouts/int4_cpu.md`; the others are beside it). A row's bits do not depend on the rows
@@ -37,6 +38,8 @@ from .layout import PackedWeight, Problem, Serves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_AMX = "needs a CPU with AMX"
+MANY_ROWS = 256
+"""Rows of x from which a CPU with AMX multiplies by decoded weights, in oneDNN's blocks."""
 INT8_GROUP = 128
 """Columns of a row that are added up before their scale, where a whole row shares one."""
 
@@ -74,8 +77,11 @@ class CpuTiles:
 
     def product_by(self, packed: PackedWeight) -> Callable[[Tensor], Tensor]:
         dtype, (n, k) = packed.dtype, packed.shape
-        coded_matmul, kernel = self._kernel(dtype, packed.attributes["scales"])
-        multiply = coded_matmul.product_by(_codes(packed), k, packed.attributes["group_size"], kernel)
+        group_size, scales = packed.attributes["group_size"], packed.attributes["scales"]
+        coded_matmul, kernel = self._kernel(dtype, scales)
+        multiply = coded_matmul.product_by(_codes(packed), k, group_size, kernel)
+        if self.amx:
+            multiply = _with_many_rows(multiply, _codes(packed), k, group_size, self.codes, Scales(scales))
         if kernel.dtype is dtype and n % BLOCK == 0:
             return multiply
         return lambda x: multiply(x.to(kernel.dtype))[:, :n].to(dtype).contiguous()
@@ -106,6 +112,23 @@ def _refuses_for_amx(codes: Codes, problem: Problem) -> str | None:
     if problem.k % at_once:
         return f"needs K to be a multiple of {at_once}"
     return None if has_amx() else NO_AMX
+
+
+def _with_many_rows(
+    multiply: Callable[[Tensor], Tensor],
+    packed: PackedCodes,
+    k: int,
+    group_size: int,
+    codes: Codes,
+    scales: Scales,
+) -> Callable[[Tensor], Tensor]:
+    """Return `multiply`, but let oneDNN multiply many rows by weights that are decoded for each product."""
+    from ...kernels.cpu import onednn_blocks
+
+    if not onednn_blocks.takes(k):
+        return multiply
+    multiply_many = onednn_blocks.product_by(packed, k, group_size, codes, scales)
+    return lambda x: multiply_many(x) if x.shape[0] >= MANY_ROWS else multiply(x)
 
 
 def _codes(packed: PackedWeight) -> PackedCodes:
