@@ -7,6 +7,7 @@ panel lies. Nothing promises that, so `takes` looks. Decoding rounds each weight
 """
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -83,8 +84,6 @@ def _room_for(n: int, k: int) -> tuple[Tensor, int]:
 
 
 def _shorts_at(address: int) -> Any:
-    import ctypes
-
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_int16))
 
 
@@ -92,7 +91,7 @@ def _shorts_at(address: int) -> Any:
 def _decoder(codes: Codes, scales: Scales) -> tuple[Callable[..., int], int]:
     """Return the compiled function that decodes, and the address of what each of its threads runs."""
     part = compiled_function(_part(sources(), int(codes), int(scales)))
-    decode = njit(nogil=True, error_model="numpy")(_decode)
+    decode = njit(nogil=True, error_model="numpy")(_decode(sources()))
     with contextlib.suppress(RuntimeError):
         decode.enable_caching()
     decode.compile((types.int64,) * 10)
@@ -100,17 +99,21 @@ def _decoder(codes: Codes, scales: Scales) -> tuple[Callable[..., int], int]:
     return decode, part
 
 
-def _decode(
-    codes: int, scales: int, factor: int, pairs: int, blocks: int, k: int, group_size: int,
-    part: int, parallel: int, threads: int,
-) -> int:  # fmt: skip
-    """Arguments codes, scales, factor, pairs, part, parallel are addresses."""
-    task = np.empty(8, np.int64)
-    task[0], task[1], task[2], task[3], task[4] = 0, codes, scales, factor, pairs
-    task[5], task[6], task[7] = blocks, k, group_size
-    run(parallel, threads, part, task.ctypes.data)
-    # numba frees an array after its last mention, and addresses do not count.
-    return len(task)
+def _decode(of_sources: str) -> Callable[..., int]:
+    def decode(
+        codes: int, scales: int, factor: int, pairs: int, blocks: int, k: int, group_size: int,
+        part: int, parallel: int, threads: int,
+    ) -> int:  # fmt: skip
+        """Arguments codes, scales, factor, pairs, part, parallel are addresses."""
+        _ = of_sources
+        task = np.empty(8, np.int64)
+        task[0], task[1], task[2], task[3], task[4] = 0, codes, scales, factor, pairs
+        task[5], task[6], task[7] = blocks, k, group_size
+        run(parallel, threads, part, task.ctypes.data)
+        # numba frees an array after its last mention, and addresses do not count.
+        return len(task)
+
+    return decode
 
 
 def _part(of_sources: str, codes_kind: int, scales_kind: int) -> Callable[[int], None]:
