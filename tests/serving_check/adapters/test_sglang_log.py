@@ -1,5 +1,6 @@
 """SGLang's log: stages of a start, causes of its end. Its metrics and spare tokens. All as in 0.5.16."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,8 @@ def test_there_were_no_preemptions_before_their_counter_appears():
     assert preemptions(before, before, SERIES) == 0
     assert preemptions(before, after, SERIES) == 5
     assert preemptions({}, {}, SERIES) is None, "a server that shows no metrics"
+    of_others = replace(SERIES, preemptions_appear_late=False)
+    assert preemptions(before, before, of_others) is None, "a server that should have shown it"
 
 
 def test_the_longest_request_fits_and_all_are_admitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
