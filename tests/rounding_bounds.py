@@ -31,5 +31,17 @@ def product_bound(dtype: torch.dtype, k: int) -> float:
     return rounded(dtype, times=4 if dtype == torch.float32 else 2) + summed(k)
 
 
+def summed_in_e4m3() -> float:
+    """Of sums that Hopper adds up in E4M3 over 128 columns each, before they are added to others in float32.
+
+    wgmma adds 32 products and the sum before them after it has cut each off at 2^-13 of the power of two of
+    the largest. Such an error is 1/sqrt(3) of a step on average, and there are 33 in each of 128 columns'
+    four. The largest is at most 16 times the mean size of products of normal numbers with normal numbers or
+    evenly drawn codes: a product of five times that is one in millions, and the sum of 128 is 11 to 18 times
+    that. The sum's error beside the sum itself, at least sqrt(128) times that mean:
+    """
+    return math.sqrt(4 * 33 / 3) * 2.0**-13 * 16 / math.sqrt(128)
+
+
 CASTING_BOUND = rounded(torch.bfloat16, times=3)
 """Of the layout that rounds activations of other types to bfloat16 as well."""

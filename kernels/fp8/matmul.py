@@ -1,14 +1,15 @@
-"""Matrix product in E4M3 with scales beside it: y [M, N] = (x * x_scale) @ (w * w_scale).T; Triton.
+"""Matrix product in E4M3 or INT8 with scales beside it: y [M, N] = (x * x_scale) @ (w * w_scale).T; Triton.
 
-    x         [M, K]   float8_e4m3fn, rows contiguous       x_scale  fp32 [G, M]
-    weight    [N, K]   float8_e4m3fn, rows contiguous       w_scale  fp32 [G, N]
+    x         [M, K]   float8_e4m3fn or int8, rows contiguous       x_scale  fp32 [G, M]
+    weight    [N, K]   x's dtype, rows contiguous                   w_scale  fp32 [G, N]
     y         [M, N]   bf16 or fp16
 
 G, the number of scales of a row, is 1, or K/128 if a row has a scale for every 128 columns. "Swap AB": the
 weight is the first operand of the matrix instruction, so that few rows of x cost few columns.
 
 Hopper sums products of E4M3 with 14 bits. Sums of 128 columns are therefore added to earlier sums in fp32 (in
-two levels, as DeepGEMM does). If a row has several scales, each sum is multiplied by its scale first.
+two levels, as DeepGEMM does). If a row has several scales, each sum is multiplied by its scale first. Sums of
+INT8 are exact in int32, and rows have one scale.
 
 Splits of K follow from the weight's shape alone. The CTA that ends last adds the splits in the order of K;
 with many rows one CTA takes all splits in that order. M may therefore decide the tile, but not the bits of a
@@ -38,6 +39,7 @@ class Form(NamedTuple):
     sequential: whether one CTA takes all splits
     even_k: whether K is a whole number of steps of `bk` columns
     blocks:     a row has a scale for every 128 columns
+    integers:   x and the weight are INT8
     evict:      Triton's policy for weights
     pdl: whether it is launched before the kernel that rounds x has ended
     """
@@ -46,6 +48,7 @@ class Form(NamedTuple):
     sequential: bool
     even_k: bool
     blocks: bool
+    integers: bool
     evict: str
     bm: int
     bn: int
@@ -59,7 +62,8 @@ def _sum_steps(x_at, w_at, x_scales, w_scales, in_x, begin, end, M, N, K, FORM: 
     BM: tl.constexpr = FORM.bm
     BN: tl.constexpr = FORM.bn
     BK: tl.constexpr = FORM.bk
-    accumulator = tl.zeros([BN, BM], tl.float32)
+    SUM: tl.constexpr = tl.int32 if FORM.integers else tl.float32
+    accumulator = tl.zeros([BN, BM], SUM)
     column = tl.arange(0, BK)
     tl.assume(end > begin)
     for step in range(begin, end):
@@ -74,9 +78,11 @@ def _sum_steps(x_at, w_at, x_scales, w_scales, in_x, begin, end, M, N, K, FORM: 
             of_x = tl.load(x_scales + step * M, mask=in_x, other=0.0)
             scale = tl.load(w_scales + step * N)[:, None] * of_x
             accumulator += tl.dot(weight, x_tile) * scale
+        elif FORM.integers:
+            accumulator = tl.dot(weight, x_tile, accumulator, out_dtype=tl.int32)
         else:
             accumulator = tl.dot(weight, x_tile, accumulator, max_num_imprecise_acc=128)
-    return accumulator
+    return accumulator.to(tl.float32)
 
 
 @triton.jit
@@ -86,7 +92,10 @@ def _store(y_at, sums, x_scales, w_scales, in_x, in_y, FORM: tl.constexpr):
     tl.store(y_at, sums.to(y_at.dtype.element_ty), mask=in_y)
 
 
-@triton.jit(do_not_specialize=["M", "tiles_m", "splits"])
+@triton.jit(
+    do_not_specialize=["M", "tiles_m", "splits"],
+    repr=lambda form: "int8_inputs_kernel" if form.constants["FORM"].integers else "fp8_kernel",
+)
 def fp8_kernel(
     x, x_scale, weight, w_scale, y, partials, semaphores, M, N, K, tiles_m, splits,
     FORM: tl.constexpr,
@@ -167,6 +176,7 @@ def matmul(
         sequential=sequential,
         even_k=k % bk == 0,
         blocks=blocks,
+        integers=x.dtype == torch.int8,
         evict="evict_first" if tiles_m == 1 else "",
         bm=tile.bm,
         bn=tile.bn,

@@ -1,10 +1,11 @@
-"""Rounds activations to E4M3, with scales of their own or a given one, as `layouts/formats/e4m3.py` defines
-it; Triton.
+"""Rounds activations to E4M3 or INT8, with scales of their own or a given one; Triton.
 
     x       [M, K]    bf16 or fp16, rows contiguous
-    codes   [M, K]    float8_e4m3fn
-    scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by 448; or the
-                      given scale in every row
+    codes   [M, K]    float8_e4m3fn or int8
+    scales  [G, M]    fp32: the largest magnitude of a row, or of 128 columns of it, divided by the largest
+                      code, which is 448 or 127; or the given scale in every row
+
+`layouts/formats/e4m3.py` and `layouts/formats/int8.py` define the rounding.
 
 The results are bit for bit those of the definition on a CPU, because both divisions are rounded as IEEE 754
 requires. A call takes 3 M K bytes, all but M K of them in L2 if x was just written.
@@ -16,7 +17,9 @@ from torch import Tensor
 from ..device import compute_capability
 from ..triton_imports import tl, triton
 
-E4M3_MAX = tl.constexpr(448.0)
+E4M3_MAX, INT8_MAX = tl.constexpr(448.0), tl.constexpr(127.0)
+TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
+"""fp32 numbers of this size are whole: adding it rounds a smaller number to the nearest, ties to even."""
 PIECE, MOST_PIECES = 4096, 16
 """A CTA holds a row in pieces of so many columns, or in so many larger pieces."""
 FEW_ROWS = 256
@@ -41,20 +44,25 @@ def rounded_to_odd(values):
 
 
 @triton.jit
-def _codes(values, scale, TWICE: tl.constexpr):
-    """Return E4M3 codes of `values`, divided by fp32 scales of the same or a broadcast shape."""
+def _codes(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
+    """Return codes of `values`, divided by fp32 scales of the same or a broadcast shape."""
     divisor = tl.where(scale > 0, scale, 1.0)
     wide = tl.where(scale > 0, tl.div_rn(values, divisor + tl.zeros_like(values)), 0.0)
     # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
-    wide = tl.minimum(tl.maximum(wide, -E4M3_MAX), E4M3_MAX)
-    if TWICE:
-        wide = rounded_to_odd(wide)
-    return wide.to(tl.float8e4nv)
+    if INTEGERS:
+        whole = (wide + TO_WHOLE) - TO_WHOLE
+        return tl.minimum(tl.maximum(whole, -INT8_MAX), INT8_MAX).to(tl.int8)
+    else:
+        wide = tl.minimum(tl.maximum(wide, -E4M3_MAX), E4M3_MAX)
+        if TWICE:
+            wide = rounded_to_odd(wide)
+        return wide.to(tl.float8e4nv)
 
 
 @triton.jit
-def _scale(largest):
-    return tl.div_rn(largest, tl.zeros_like(largest) + E4M3_MAX)
+def _scale(largest, INTEGERS: tl.constexpr):
+    LARGEST: tl.constexpr = INT8_MAX if INTEGERS else E4M3_MAX
+    return tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
 
 
 @triton.jit
@@ -67,6 +75,7 @@ def round_rows_kernel(
         # The product behind may begin, and load its weights until this kernel has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    INTEGERS: tl.constexpr = codes.dtype.element_ty == tl.int8
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     pieces = ()
@@ -76,10 +85,10 @@ def round_rows_kernel(
         values = tl.load(x + row * K + i * BLOCK + column, mask=inside, other=0.0)
         pieces = pieces + (values,)  # type: ignore[assignment]  # noqa: RUF005
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
-    scale = tl.load(given) if GIVEN else _scale(tl.max(largest, axis=0))
+    scale = tl.load(given) if GIVEN else _scale(tl.max(largest, axis=0), INTEGERS)
     tl.store(scales + row, scale)
     for i in tl.static_range(PIECES):
-        rounded = _codes(pieces[i].to(tl.float32), scale, TWICE)
+        rounded = _codes(pieces[i].to(tl.float32), scale, TWICE, INTEGERS)
         tl.store(codes + row * K + i * BLOCK + column, rounded, mask=i * BLOCK + column < K)
 
 
@@ -88,7 +97,7 @@ def round_groups_kernel(
     x, codes, scales, M, groups,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Round groups of 128 columns, a number of consecutive groups per CTA; a row of x has `groups` groups."""
+    """Round groups of 128 columns to E4M3, some consecutive ones a CTA; a row of x has `groups` groups."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -96,20 +105,26 @@ def round_groups_kernel(
     inside = (group < M * groups)[:, None]
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(tl.abs(values), axis=1))
+    scale = _scale(tl.max(tl.abs(values), axis=1), False)
     tl.store(scales + group % groups * M + group // groups, scale, mask=group < M * groups)
-    tl.store(codes + at, _codes(values, scale[:, None], TWICE), mask=inside)
+    tl.store(codes + at, _codes(values, scale[:, None], TWICE, False), mask=inside)
 
 
-def round_rows(x: Tensor, in_groups: bool = False, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def round_rows(
+    x: Tensor,
+    in_groups: bool = False,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
     """Return codes and scales of x; the file's docstring describes the tensors.
 
     in_groups: every 128 columns of a row have a scale of their own; else the row has one
     scale: fp32 [1], the scale of all rows; None if each has its own
+    dtype: of codes; groups are rounded to E4M3
     """
     m, k = x.shape
     groups = k // GROUP if in_groups else 1
-    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    codes = torch.empty(m, k, dtype=dtype, device=x.device)
     scales = torch.empty(groups, m, dtype=torch.float32, device=x.device)
     if m == 0:
         return codes, scales

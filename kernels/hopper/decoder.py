@@ -52,6 +52,9 @@ class Decoder(ABC):
         read_sum_scales(slot, CHUNK, t, smem)   [BN, 1], only where `scales_sums` is true
         fill_table(memory, table, t, smem)      by the consumer warps, only where `table_bytes` is not 0
 
+    A format that is `in_shared` has no words, but rows of E4M3, which wgmma takes from shared memory: it
+    brings `scale_corner` and `read_sum_scales` alone.
+
     A format without `load_words` and `load_scales` has no batch-invariant kernel.
 
     half  activations and decoded weights are fp16, else bf16
@@ -76,6 +79,8 @@ class Decoder(ABC):
     reorders_x: ClassVar[bool] = False
     x_bits: ClassVar[int] = 16
     """Of an activation: 8 if weights are decoded to E4M3, and activations are E4M3."""
+    in_shared: ClassVar[bool] = False
+    """The weight is rows of E4M3, which wgmma takes from shared memory."""
     factor_by_row: ClassVar[bool] = False
     """`PackedOperand.factor` has a number for each row of x, else one for all."""
     read_sum_scales: ClassVar[JITFunction | None] = None

@@ -38,7 +38,8 @@
     row_pair_scales.py   what decoders share whose scales lie by pairs of rows
     ptx.py               inline PTX
 
-The formats define the bytes: each has a folder beside this one, with a decoder and its packing.
+The formats define the bytes: each has a folder beside this one, with a decoder and its packing. FP8's weights
+are not decoded: both operands are in shared memory (`../fp8/rows.py`).
 
 Not for other chips. Tile and split depend on the bucket of M and on the shape, so nothing compiles for a new
 M. Tile and split were chosen by measurements (`tests/bench/kernels/int4_tuning.py`).

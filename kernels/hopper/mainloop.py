@@ -14,6 +14,9 @@ decoded, only the last of them hide the decoding. There are therefore three sche
     halves_mainloop   decode 128 columns and multiply them by half of x at a time: 256 rows, where the scale
                       multiplies the sums, whose registers leave none for a second chunk
 
+A weight that is stored in E4M3 is not decoded: `shared_mainloop` and `shared_halves_mainloop` have wgmma take
+both operands from the ring.
+
 In all loops, all lanes wait on full mbarriers, and one lane of each warp arrives at empty mbarriers
 (`ptx.py`). The loops return the accumulator [BN, BM] or both halves of it, and the slot and the phase that
 follow their last stage. The kernel in `invariant.py` has a loop of its own.
@@ -242,3 +245,59 @@ def sliced_mainloop(x_ring, slot, phase, k_stage, k_end, lane, row, t, smem):
         slot = following
     accumulator, oldest, before = warpgroup_mma_wait(0, deps=[accumulator, oldest, before])
     return accumulator, slot, phase
+
+
+@gluon.jit
+def shared_mainloop(x_ring, words_ring, slot, phase, k_stage, k_end, t, smem):
+    """Multiply w . x^T over stages `k_stage` to `k_end` of K, both operands in shared memory.
+
+    The sums of 128 columns, for which E4M3 has 14 bits, are multiplied by the scales of the weight's rows and
+    added to the accumulator in fp32. Meanwhile wgmmas of the other warpgroup run, or of another CTA.
+    """
+    accumulator = gl.zeros([t.BN, t.BM], gl.float32, t.MMA)
+    for _stage in range(k_stage, k_end):
+        mbarrier_wait(smem.FULL + slot * 8, phase)
+        scale = t.DECODER.read_sum_scales(slot, 0, t, smem)
+        for chunk in gl.static_range(t.CHUNKS):
+            weight = words_ring.index(slot).slice(chunk * 128, 128, dim=1)
+            x_chunk = x_ring.index(slot).slice(chunk * 128, 128, dim=1).permute((1, 0))
+            products = warpgroup_mma(weight, x_chunk, accumulator, use_acc=False, is_async=True)
+            products, scale = warpgroup_mma_wait(0, deps=[products, scale])
+            if chunk + 1 == t.CHUNKS:
+                mbarrier_arrive(smem.EMPTY + slot * 8, slot >= 0)
+            accumulator += products * scale
+        wraps = slot + 1 >= t.STAGES
+        slot = gl.where(wraps, slot + 1 - t.STAGES, slot + 1)
+        phase = gl.where(wraps, phase ^ 1, phase)
+    return accumulator, slot, phase
+
+
+@gluon.jit
+def shared_halves_mainloop(x_ring, words_ring, slot, phase, k_stage, k_end, t, smem):
+    """`shared_mainloop` for two halves of x, one after the other: two accumulators."""
+    HALF: gl.constexpr = t.BM // 2
+    low = gl.zeros([t.BN, HALF], gl.float32, t.MMA)
+    high = gl.zeros([t.BN, HALF], gl.float32, t.MMA)
+    for _stage in range(k_stage, k_end):
+        mbarrier_wait(smem.FULL + slot * 8, phase)
+        scale = t.DECODER.read_sum_scales(slot, 0, t, smem)
+        for chunk in gl.static_range(t.CHUNKS):
+            weight = words_ring.index(slot).slice(chunk * 128, 128, dim=1)
+            x_chunk = x_ring.index(slot).slice(chunk * 128, 128, dim=1)
+            x_low = x_chunk.slice(0, HALF, dim=0).permute((1, 0))
+            products = warpgroup_mma(weight, x_low, low, use_acc=False, is_async=True)
+            products, scale = warpgroup_mma_wait(0, deps=[products, scale])
+            low += products * scale
+            # Nothing is in flight: this keeps the next wgmmas behind these sums, whose registers they take.
+            low = warpgroup_mma_wait(0, deps=[low])
+            x_high = x_chunk.slice(HALF, HALF, dim=0).permute((1, 0))
+            products = warpgroup_mma(weight, x_high, high, use_acc=False, is_async=True)
+            products, scale = warpgroup_mma_wait(0, deps=[products, scale])
+            if chunk + 1 == t.CHUNKS:
+                mbarrier_arrive(smem.EMPTY + slot * 8, slot >= 0)
+            high += products * scale
+            high = warpgroup_mma_wait(0, deps=[high])
+        wraps = slot + 1 >= t.STAGES
+        slot = gl.where(wraps, slot + 1 - t.STAGES, slot + 1)
+        phase = gl.where(wraps, phase ^ 1, phase)
+    return low, high, slot, phase

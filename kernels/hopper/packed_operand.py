@@ -30,7 +30,8 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
 class PackedOperand:
     """A packed weight [N, K] for the kernels.
 
-    words       int32 [N/64, K/64, word_rows * 64], tiles of 64 rows and 64 columns
+    words       int32 [N/64, K/64, word_rows * 64], tiles of 64 rows and 64 columns; or E4M3 [N, K], if the
+                decoder is `in_shared`
     scales      int32, as the decoder has it
     semaphores  int32 [SEMAPHORES], zero before and after every launch: partial sums of a tile that are done
     decoder     what the bytes mean, for the activations' type
@@ -53,15 +54,19 @@ class PackedOperand:
         """The number of columns K of the packed weight, rounded up to whole tiles and summed over all planes
         of the decoder.
         """
-        return self.words.shape[1] * 64
+        return self.words.shape[1] * (1 if self.decoder.in_shared else 64)
 
     def descriptors(self, x: Tensor, tile: HopperTile) -> list[TensorDescriptor]:
         """Return the TMA descriptors of a stage: activations, words, scales."""
-        row_tiles, k_tiles, _ = self.words.shape
-        word_rows = self.words.view(row_tiles, k_tiles * self.decoder.word_rows, 64)
+        if self.decoder.in_shared:
+            words, words_layout = self.words, x_layout(8)
+        else:
+            row_tiles, k_tiles, _ = self.words.shape
+            words = self.words.view(row_tiles, k_tiles * self.decoder.word_rows, 64)
+            words_layout = plain_layout(3)
         scale_block = self.decoder.scale_block(tile)
         return [
             TensorDescriptor.from_tensor(x, [tile.m, tile.k_tiles * 64], x_layout(self.decoder.x_bits)),
-            TensorDescriptor.from_tensor(word_rows, self.decoder.words_block(tile), plain_layout(3)),
+            TensorDescriptor.from_tensor(words, self.decoder.words_block(tile), words_layout),
             TensorDescriptor.from_tensor(self.scales, scale_block, plain_layout(len(scale_block))),
         ]

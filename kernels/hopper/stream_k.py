@@ -64,7 +64,14 @@ from .epilogue import (
     split_accumulator,
     store_y,
 )
-from .mainloop import chunked_mainloop, halves_mainloop, lane_offsets, sliced_mainloop
+from .mainloop import (
+    chunked_mainloop,
+    halves_mainloop,
+    lane_offsets,
+    shared_halves_mainloop,
+    shared_mainloop,
+    sliced_mainloop,
+)
 from .packed_operand import PackedOperand
 from .ptx import init_mbarriers, mbarrier_arrive, mbarrier_expect, mbarrier_wait
 from .reorder_x import REORDERING_WARPS, reordering_partition
@@ -195,7 +202,7 @@ def load_stage(
     if WEIGHTS:
         count: gl.constexpr = full_bytes(
             ring.words_desc.block_shape, ring.scale_desc.block_shape, ring.x_desc.block_shape, t.REORDER_X,
-            t.X_BITS,
+            t.X_BITS, t.WORD_BYTES,
         )  # fmt: skip
         mbarrier_expect(slot * 8 + k * 0, k * 0 + pred, smem.FULL, count)
         ring.load_weights(slot, k, tile_n, pred, t)
@@ -243,12 +250,15 @@ def producer_partition(ring, exchange, work, TAILS: gl.constexpr, t, smem):
 
 
 @gluon.jit
-def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.constexpr, t, smem):
+def consumer_partition(
+    x_ring, words_ring, memory, table, output, exchange, work, TAILS: gl.constexpr, t, smem
+):
     """Run the warpgroups that decode and multiply: main loop and epilogue of each tile, or part of a tile."""
     if smem.X > 0:
         t.DECODER.fill_table(memory, table, t, smem)
         thread_barrier()
-    lane, row = lane_offsets(t)
+    if not t.IN_SHARED:
+        lane, row = lane_offsets(t)
     tile_n = work.tile_n
     tile_m = work.tile_m
     k_stage = work.k
@@ -259,7 +269,15 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
     sent = smem.SENT + work.stages * 0
     while left > 0:
         k_end = gl.minimum(work.stages_per_tile, k_stage + left)
-        if t.SLICES == 1:
+        if t.IN_SHARED and t.HALVES == 2:
+            accumulator, high, slot, phase = shared_halves_mainloop(
+                x_ring, words_ring, slot, phase, k_stage, k_end, t, smem
+            )
+        elif t.IN_SHARED:
+            accumulator, slot, phase = shared_mainloop(
+                x_ring, words_ring, slot, phase, k_stage, k_end, t, smem
+            )
+        elif t.SLICES == 1:
             accumulator, slot, phase = sliced_mainloop(
                 x_ring, slot, phase, k_stage, k_end, lane, row, t, smem
             )
@@ -271,8 +289,9 @@ def consumer_partition(x_ring, memory, table, output, exchange, work, TAILS: gl.
             accumulator, slot, phase = chunked_mainloop(
                 x_ring, slot, phase, k_stage, k_end, lane, row, t, smem
             )
-        previous = gl.where(slot - 1 < 0, slot - 1 + t.STAGES, slot - 1)
-        mbarrier_arrive(smem.EMPTY + previous * 8, slot >= 0)
+        if not t.IN_SHARED:
+            previous = gl.where(slot - 1 < 0, slot - 1 + t.STAGES, slot - 1)
+            mbarrier_arrive(smem.EMPTY + previous * 8, slot >= 0)
         if t.FACTOR_BY_ROW:
             accumulator = scale_rows(accumulator, output, tile_m * t.BM, t)
         fragments = split_accumulator(accumulator, t.BN, t.BM // t.HALVES)
@@ -393,13 +412,13 @@ def stream_k_kernel(
     output = Output(y, M, N, factor, FORM.vector_store)
     if t.REORDER_X:
         gl.warp_specialize([
-            (consumer_partition, (x_ring, memory, table, output, exchange, work, TAILS, t, smem)),
+            (consumer_partition, (x_ring, words_ring, memory, table, output, exchange, work, TAILS, t, smem)),
             (producer_partition, (ring, exchange, work, TAILS, t, smem)),
             (reordering_partition, (work, t, smem)),
         ], [1, REORDERING_WARPS], [24, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer_partition, (x_ring, memory, table, output, exchange, work, TAILS, t, smem)),
+            (consumer_partition, (x_ring, words_ring, memory, table, output, exchange, work, TAILS, t, smem)),
             (producer_partition, (ring, exchange, work, TAILS, t, smem)),
         ], [1], [24])  # fmt: skip
 

@@ -42,8 +42,11 @@ class Ring:
     def load_weights(self, slot, k_stage, tile_n, pred, t):
         """Start loading the words and scales of stage `k_stage` of K into a slot."""
         block: gl.constexpr = self.words_desc.block_shape
-        words_from = [tile_n * block[0], k_stage * block[1], 0]
         bar = self.full.index(slot)
+        if t.IN_SHARED:
+            words_from = [tile_n * block[0], k_stage * block[1]]
+        else:
+            words_from = [tile_n * block[0], k_stage * block[1], 0]
         tma_load(self.words_desc, words_from, bar, self.words.index(slot), pred=pred)
         scales_from = t.DECODER.scale_corner(k_stage, tile_n, t)
         tma_load(self.scale_desc, scales_from, bar, self.scales.index(slot), pred=pred)
@@ -67,16 +70,18 @@ def activation_bytes(x_block, x_bits=16):
 
 
 @gluon.constexpr_function
-def stage_bytes(words_block, scale_block, x_block, x_bits=16):
+def stage_bytes(words_block, scale_block, x_block, x_bits=16, word_bytes=4):
     """Return all bytes that arrive in a slot."""
-    return 4 * math.prod(words_block) + 4 * math.prod(scale_block) + activation_bytes(x_block, x_bits)
+    return (
+        word_bytes * math.prod(words_block) + 4 * math.prod(scale_block) + activation_bytes(x_block, x_bits)
+    )
 
 
 @gluon.constexpr_function
-def full_bytes(words_block, scale_block, x_block, x_apart, x_bits):
+def full_bytes(words_block, scale_block, x_block, x_apart, x_bits, word_bytes):
     """Return the bytes that a full stage's mbarrier counts: x's too, unless x arrives at a separate one."""
     apart = activation_bytes(x_block, x_bits) if x_apart else 0
-    return stage_bytes(words_block, scale_block, x_block, x_bits) - apart
+    return stage_bytes(words_block, scale_block, x_block, x_bits, word_bytes) - apart
 
 
 @gluon.constexpr_function

@@ -42,6 +42,10 @@ class Traits:
     DTYPE: gl.constexpr
     X_BITS: gl.constexpr
     """Of an activation and, where wgmma takes it, of a weight."""
+    IN_SHARED: gl.constexpr
+    """wgmma takes the weight from shared memory, in E4M3."""
+    WORD_BYTES: gl.constexpr
+    """Of an element of the weight's ring."""
     FACTOR_BY_ROW: gl.constexpr
     STAGES: gl.constexpr
     K_TILES: gl.constexpr
@@ -70,6 +74,8 @@ class Traits:
         self.HALF = gl.constexpr(decoder.half)
         self.DTYPE = gl.constexpr(gl.float16 if decoder.half else gl.bfloat16)
         self.X_BITS = gl.constexpr(decoder.x_bits)
+        self.IN_SHARED = gl.constexpr(decoder.in_shared)
+        self.WORD_BYTES = gl.constexpr(1 if decoder.in_shared else 4)
         self.FACTOR_BY_ROW = gl.constexpr(decoder.factor_by_row)
         self.STAGES = gl.constexpr(tile.stages)
         self.K_TILES = gl.constexpr(tile.k_tiles)
@@ -116,7 +122,8 @@ class Smem:
     @gluon.constexpr_function
     def __init__(self, t, words_block, scale_block):
         stages, x_bytes = t.STAGES.value, t.BM.value * t.K_TILES.value * 8 * t.X_BITS.value
-        word_bytes, scale_bytes = numbers_in(words_block) * 4, numbers_in(scale_block) * 4
+        word_bytes = numbers_in(words_block) * t.WORD_BYTES.value
+        scale_bytes = numbers_in(scale_block) * 4
         x = t.DECODER.value.table_bytes
         words = round_up(x + stages * x_bytes, max(1024, word_bytes))
         scales = round_up(words + stages * word_bytes, max(1024, scale_bytes))

@@ -35,10 +35,12 @@ BUCKETS = {
 }
 """By the largest number of rows of x in each."""
 TILE_64X64 = Tile(64, 64, 4, 3, 8, 128, 2)
+TILE_64X64_THREE_AN_SM = Tile(64, 64, 2, 5, 8, 80, 3)
+"""If a CTA a tile almost fills the GPU three times."""
 TILE_128X64 = Tile(128, 64, 2, 4, 8, 128, 2)
 TILE_256X128 = Tile(256, 128, 2, 5, 8, 168, 1)
 BUCKET_TILES = tuple(dict.fromkeys(tile for b in BUCKETS.values() for tile in (b.data_parallel, b.stream_k)))
-TILES = (*BUCKET_TILES, TILE_64X64, TILE_128X64, TILE_256X128)
+TILES = (*BUCKET_TILES, TILE_64X64, TILE_64X64_THREE_AN_SM, TILE_128X64, TILE_256X128)
 """All tiles that `config_for` may choose, with chunks of 128 columns."""
 SPLIT_COST = 4096
 """Columns of K that take as long as splitting tiles of 64 or 128 rows of x: to send, wait and reduce."""
@@ -58,6 +60,10 @@ def config_for(m: int, n: int, k: int, group_size: int) -> Config:
         bucket = BUCKETS[next(rows for rows in BUCKETS if m <= rows)]
         whole, split = (for_groups(tile, group_size) for tile in (bucket.data_parallel, bucket.stream_k))
         return bucket_config(replace(bucket, data_parallel=whole, stream_k=split), m, n, k)
+    three = for_groups(TILE_64X64_THREE_AN_SM, group_size)
+    slots = NUM_SMS * three.ctas_per_sm
+    if m <= three.m and 0.9 * slots <= three.num_tiles(m, n) <= slots:
+        return Config(three, three.num_tiles(m, n))
     largest = for_groups(TILE_256X128, group_size)
     count = largest.num_tiles(m, n)
     if m > 128 and count >= 0.9 * NUM_SMS:

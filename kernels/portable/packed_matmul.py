@@ -5,15 +5,14 @@ On Hopper this kernel is slower than `kernels/hopper/`, which is written for it.
     x            [M, K]                           bf16 or fp16, rows contiguous
     words        int32 [N/64, P*K/128, 64, w]     tiles of 64 rows, 128 columns; the last zero-padded
     scale_words  int32 [P*K/128 * s, N]           s words for a row of a tile; K and N padded to whole tiles
-    factor       fp32 [1]                         what the sums are multiplied by, or None
+    factor       fp32 [1] or [N]                  what the sums are multiplied by, or None
     table        int32                            what a decoder looks numbers up in, or None
     y            [M, N]                           x's dtype
 
 Words, scale words and decoders are those of the grouped product of experts (`experts/packed.py`), so that one
-packing of the bytes serves both products; w is 16. IQ2_XXS, which no experts have, has bytes of its own, and
-w is
-8. With P = 2 planes a weight is the sum of two planes that lie one behind the other along K, and x is read
-twice: INT8 uses this.
+packing of the bytes serves both products; w is 16. IQ2_XXS and E4M3, which no experts have, have bytes of
+their own, and w is 8 and 32. With P = 2 planes a weight is the sum of two planes that lie one behind the
+other along K, and x is read twice: INT8 uses this.
 
     HBM:  words, scales ----+        +---- x
                             v        v
@@ -73,6 +72,7 @@ class Form(NamedTuple):
     even_k: whether K is a whole number of tiles
     evict:      Triton's policy for words
     asm: whether the decoder may use PTX
+    factor_by_row: whether each row of the weight has a factor of its own
     """
 
     split_k: bool
@@ -83,6 +83,7 @@ class Form(NamedTuple):
     bn: int
     parts: int
     asm: bool
+    factor_by_row: bool
 
 
 @triton.jit
@@ -120,8 +121,10 @@ def _sum_tiles(
 
 
 @triton.jit
-def _store(y_at, sums, factor, in_y):
-    if factor is not None:
+def _store(y_at, sums, factor, n, N, in_y, FORM: tl.constexpr):
+    if FORM.factor_by_row:
+        sums *= tl.load(factor + tl.minimum(n, N - 1))[:, None]
+    elif factor is not None:
         sums *= tl.load(factor)
     tl.store(y_at, sums.to(y_at.dtype.element_ty), mask=in_y)
 
@@ -162,7 +165,7 @@ def portable_kernel(
                 x_at, words_at, scales_at, table, in_x, index * k_tiles // splits,
                 (index + 1) * k_tiles // splits, K, rows, plane_tiles, DECODER, FORM,
             )  # fmt: skip
-        _store(y_at, total, factor, in_y)
+        _store(y_at, total, factor, n, N, in_y, FORM)
     else:
         sums = _sum_tiles(
             x_at, words_at, scales_at, table, in_x, split * k_tiles // splits,
@@ -172,9 +175,9 @@ def portable_kernel(
             at = partials_of(partials, tile, splits, BN, BM)
             if ends_last(at, sums, semaphores + tile, split, splits, BN, BM):
                 total = sum_of_splits(at, semaphores + tile, splits, BN, BM)
-                _store(y_at, total, factor, in_y)
+                _store(y_at, total, factor, n, N, in_y, FORM)
         else:
-            _store(y_at, sums, factor, in_y)
+            _store(y_at, sums, factor, n, N, in_y, FORM)
 
 
 def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None) -> Tensor:
@@ -203,6 +206,7 @@ def matmul(x: Tensor, weight: PortableOperand, n: int, tile: Tile | None = None)
         bn=tile.bn,
         parts=tile.parts,
         asm=x.device.type == "cuda",
+        factor_by_row=weight.factor is not None and len(weight.factor) > 1,
     )
     portable_kernel[(tiles_m * tiles_n, own)](
         x, weight.words, weight.scale_words, weight.factor, weight.table, y, partials, weight.semaphores,

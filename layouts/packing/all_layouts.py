@@ -10,7 +10,7 @@ from .dequantize import Dequantize
 from .dequantize_once import CPU_DEQUANTIZED, GPU_DEQUANTIZED, CpuOneDnn
 from .emulated import CPU_EMULATED, EMULATED
 from .fixed_rows import FixedRows
-from .fp8_scaled import FP8_SCALED, FP8_SCALED_INVARIANT
+from .fp8_scaled import FP8_SCALED, FP8_SCALED_INVARIANT, INT8_INPUTS
 from .grouped_experts import (
     GroupedDequantize,
     GroupedFP8,
@@ -31,7 +31,14 @@ from .peers.humming import Humming
 from .peers.int_mm import CPU_INT8_INPUTS
 from .peers.tinygemm import Tinygemm
 from .per_expert import PerExpert
-from .portable import INT4_PORTABLE, INT8_PORTABLE, IQ2_XXS_PORTABLE, MXFP4_PORTABLE, NVFP4_PORTABLE
+from .portable import (
+    FP8_PORTABLE,
+    INT4_PORTABLE,
+    INT8_PORTABLE,
+    IQ2_XXS_PORTABLE,
+    MXFP4_PORTABLE,
+    NVFP4_PORTABLE,
+)
 from .swap_ab import SWAP_AB, SWAP_AB_INVARIANT
 from .torch_linear import TorchLinear
 
@@ -51,6 +58,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     SWAP_AB,
     NVFP4_SWAP_AB,
     INT8_SWAP_AB,
+    INT8_INPUTS,
     FP8_SCALED,
     SWAP_AB_INVARIANT,
     NVFP4_SWAP_AB_INVARIANT,
@@ -73,6 +81,7 @@ IN_ORDER: tuple[AnyLayout, ...] = (
     Dequantize(),
     EMULATED,
     INT8_PORTABLE,
+    FP8_PORTABLE,
     NVFP4_SCALED,
     CpuOneDnn(),
     CPU_INT4_CAST,

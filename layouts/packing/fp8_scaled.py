@@ -1,10 +1,13 @@
-"""FP8 on GPUs that multiply E4M3: inputs are rounded, token by token or by one scale, then multiplied as
-codes.
+"""FP8, and INT8 with INT8 inputs, on GPUs that multiply them: inputs are rounded, token by token or by one
+scale, then multiplied as codes.
 
-    fp8_scaled            our kernel (`kernels/fp8/matmul.py`) with few rows, torch's with many
-    fp8_scaled_invariant  our kernel alone: sums have one order at any number of rows
+    fp8_scaled            our kernels with few rows (on Hopper `kernels/fp8/hopper_matmul.py`, elsewhere
+                          `kernels/fp8/matmul.py`), torch's with many
+    fp8_scaled_invariant  `kernels/fp8/matmul.py` alone: sums have one order at any number of rows
+    int8_inputs           the same kernel, whose sums of INT8 are integers
 
-The bytes are the checkpoint's own. The CPU emulates FP8 instead (`emulated.py`).
+The bytes are the checkpoint's own. The CPU emulates FP8 instead (`emulated.py`), and multiplies INT8 by
+`peers/int_mm.py`.
 """
 
 from collections.abc import Sequence
@@ -14,17 +17,22 @@ import torch
 from torch import Tensor
 
 from ...base.batch_invariance import INVARIANCE_MODES, BatchInvariance
+from ...kernels.fp8 import hopper_matmul
 from ...kernels.fp8.matmul import matmul
 from ...kernels.fp8.round_rows import round_rows
 from ...kernels.fp8.tiles import semaphores_of
+from ...kernels.hopper.packed_operand import SEMAPHORES
 from ..formats.e4m3 import BLOCK, E4M3StaticInput
 from ..formats.fp8 import FP8, FP8Weight
-from ..formats.input_format import InputFormat, example_input
+from ..formats.input_format import InputFormat, dynamic_input, example_input
+from ..formats.int8 import PER_TOKEN as INT8_PER_TOKEN
+from ..formats.int8 import Int8, Int8Weight
 from ..formats.weight_format import Weight
-from .layout import PackedWeight, Problem, Serves
+from .layout import IS_FOR, PackedWeight, Problem, Serves
+from .peers.int_mm import MOST_COLUMNS
 from .trial import trial_refusal
 
-CAPABILITY = (8, 9)
+CAPABILITY, INT8_CAPABILITY = (8, 9), (8, 0)
 SCALED_MM_FROM = 65
 """Rows of x from which torch's product is faster on Hopper."""
 SCALED_MM_MULTIPLE = 16
@@ -61,7 +69,9 @@ class FP8Scaled:
         tensors = {
             "codes": weight.codes.contiguous(),
             "scale": (scale.t() if scale.dim() else scale.expand(1, n)).contiguous(),
-            "semaphores": torch.zeros(semaphores_of(n), dtype=torch.int32, device=weight.codes.device),
+            "semaphores": torch.zeros(
+                max(semaphores_of(n), SEMAPHORES), dtype=torch.int32, device=weight.codes.device
+            ),
         }
         blocks = _blocks_of(tensors["scale"]) if self._scaled_mm else None
         if blocks is not None:
@@ -80,24 +90,26 @@ class FP8Scaled:
         return replace(packed, tensors={**packed.tensors, "input_scale": of_input})
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        codes, scale, semaphores = (packed.tensors[name] for name in ("codes", "scale", "semaphores"))
-        in_blocks = scale.shape[0] > 1
-        inputs, input_scale = round_rows(x, in_blocks, packed.tensors.get("input_scale"))
+        weight, scale, semaphores = (packed.tensors[name] for name in ("codes", "scale", "semaphores"))
+        in_blocks, (m, k) = scale.shape[0] > 1, x.shape
+        codes, scales = round_rows(x, in_blocks, packed.tensors.get("input_scale"))
+        if self._scaled_mm and not in_blocks and hopper_matmul.serves(m, len(weight), k, x.device):
+            return hopper_matmul.matmul(codes, scales[0], weight, scale, semaphores, x.dtype)
         many = packed.tensors.get("blocks") if in_blocks else scale
-        if self._scaled_mm and many is not None and _suits_scaled_mm(x, codes):
+        if self._scaled_mm and many is not None and _suits_scaled_mm(m, weight, x.dtype):
             return torch._scaled_mm(
-                inputs, codes.t(), input_scale.t(), many.t() if in_blocks else many, out_dtype=x.dtype
+                codes, weight.t(), scales.t(), many.t() if in_blocks else many, out_dtype=x.dtype
             )
-        return matmul(inputs, input_scale, codes, scale, semaphores, x.dtype)
+        return matmul(codes, scales, weight, scale, semaphores, x.dtype)
 
 
-def _suits_scaled_mm(x: Tensor, codes: Tensor) -> bool:
-    """Say whether torch's product is used for x [M, K] and codes [N, K]: it needs bf16, many rows and certain
-    sizes.
+def _suits_scaled_mm(m: int, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Say whether torch's product is used for m rows and a weight [N, K]: it needs bf16, many rows and
+    certain sizes.
     """
-    if x.shape[0] < SCALED_MM_FROM or x.dtype != torch.bfloat16:
+    if m < SCALED_MM_FROM or dtype != torch.bfloat16:
         return False
-    return all(size % SCALED_MM_MULTIPLE == 0 for size in codes.shape)
+    return all(size % SCALED_MM_MULTIPLE == 0 for size in weight.shape)
 
 
 def _blocks_of(scale: Tensor) -> Tensor | None:
@@ -115,5 +127,50 @@ def _blocks_of(scale: Tensor) -> Tensor | None:
     return blocks.t().contiguous()
 
 
+class Int8Inputs:
+    """Sums of a split of K are exact in int32, and splits are added in the order of K, so the bits of a row
+    depend neither on the rows beside it nor on the tile.
+    """
+
+    name = "int8_inputs"
+    kernel = "int8_inputs_kernel"
+    rounds_inputs = True
+    run_on = ((9, 0),)
+    translated_for = ((8, 0), (8, 9))
+    _serves = Serves(
+        (Int8,),
+        "cuda",
+        (torch.bfloat16, torch.float16),
+        invariance_modes=INVARIANCE_MODES,
+        capability=INT8_CAPABILITY,
+        rounds_inputs=True,
+    )
+
+    def refuses(self, problem: Problem) -> str | None:
+        refusal = self._serves.refuses(problem)
+        if refusal is None and dynamic_input(problem.spec) != INT8_PER_TOKEN:
+            return f"{IS_FOR} INT8 with INT8 inputs"
+        if refusal is None and problem.k > MOST_COLUMNS:
+            return f"sums at most {MOST_COLUMNS} columns in int32"
+        return refusal or trial_refusal(self, problem)
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
+        if not isinstance(weight, Int8Weight):
+            raise TypeError(f"layout {self.name} packs Int8Weight, not {type(weight).__name__}")
+        n = weight.shape[0]
+        tensors = {
+            "codes": weight.codes.contiguous(),
+            "scale": weight.scale.float().reshape(1, n),
+            "semaphores": torch.zeros(semaphores_of(n), dtype=torch.int32, device=weight.codes.device),
+        }
+        return PackedWeight(self.name, weight.spec, weight.shape, dtype, tensors)
+
+    def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        codes, scales = round_rows(x, dtype=torch.int8)
+        weight, scale, semaphores = packed.tensors.values()
+        return matmul(codes, scales, weight, scale, semaphores, x.dtype)
+
+
 FP8_SCALED = FP8Scaled("fp8_scaled", ["tuned"], scaled_mm=True)
 FP8_SCALED_INVARIANT = FP8Scaled("fp8_scaled_invariant", INVARIANCE_MODES, scaled_mm=False)
+INT8_INPUTS = Int8Inputs()

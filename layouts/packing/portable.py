@@ -18,10 +18,11 @@ from ...kernels.experts import int4, mxfp4, nvfp4
 from ...kernels.experts.packed import ExpertsDecoder
 from ...kernels.iq2_xxs.grid import grid
 from ...kernels.nvfp4.packing import FACTOR
-from ...kernels.portable import int8, iq2_xxs
+from ...kernels.portable import e4m3, int8, iq2_xxs
 from ...kernels.portable.packed_matmul import PortableOperand, matmul
 from ...kernels.portable.tiles import semaphores_of
 from ...kernels.triton_imports import FOUR_IN_A_ROW
+from ..formats.fp8 import FP8, FP8Weight
 from ..formats.int4 import Int4, unpack_nibbles
 from ..formats.int8 import Int8, Int8Weight
 from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
@@ -252,8 +253,32 @@ class IQ2XXSPacking:
         return iq2_xxs.IQ2XXSExperts(half=packed.dtype == torch.float16, wide=wide)
 
 
+class FP8Packing:
+    """FP8 weights, for GPUs that do not multiply E4M3; inputs have been rounded in 16 bits."""
+
+    format = FP8
+    name = "fp8_portable"
+    kernel_prefix = e4m3.E4M3Portable.name
+    dtypes = (torch.bfloat16, torch.float16)
+    planes = 1
+
+    def refuses(self, problem: Problem) -> str | None:
+        return problem.spec.refuses(problem.n, problem.k)
+
+    def pack(self, weight: Weight, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, int]]:
+        if not isinstance(weight, FP8Weight):
+            raise TypeError(f"layout {self.name} packs FP8Weight, not {type(weight).__name__}")
+        scale = weight.scale if weight.scale.dim() else weight.scale.expand(weight.shape[0], 1)
+        words, scale_words, factor = e4m3.pack(weight.codes, scale, dtype)
+        return {"words": words, "scale_words": scale_words, "factor": factor}, {}
+
+    def decoder(self, packed: PackedWeight) -> ExpertsDecoder:
+        return e4m3.E4M3Portable(half=packed.dtype == torch.float16)
+
+
 INT4_PORTABLE = PortableLayout(Int4Packing())
 NVFP4_PORTABLE = PortableLayout(NVFP4Packing())
 MXFP4_PORTABLE = PortableLayout(MXFP4Packing(), translated_for=())
 INT8_PORTABLE = PortableLayout(Int8Packing())
+FP8_PORTABLE = PortableLayout(FP8Packing())
 IQ2_XXS_PORTABLE = PortableLayout(IQ2XXSPacking())

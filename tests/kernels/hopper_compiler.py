@@ -35,7 +35,7 @@ def hopper_source(
         constants = {"FORM": stream_k.form_of(tile, decoder, 1001 if odd_rows else 1024, tails)}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {
         "x_desc": f"tensordesc<{x_element}[{tile.m}, {tile.k_tiles * 64}],{x_layout(decoder.x_bits)!r}>",
-        "words_desc": f"tensordesc<i32{words},{plain_layout(len(words))!r}>",
+        "words_desc": words_type(decoder, words),
         "scale_desc": f"tensordesc<i32{scales},{plain_layout(len(scales))!r}>",
         "y": f"*{element}",
         "factor": "*fp32",
@@ -57,6 +57,12 @@ def hopper_source(
     pointers = places.keys() & {"y", "partials", "semaphores", "table"}
     aligned = {places[name]: [["tt.divisibility", 16]] for name in pointers}
     return GluonASTSource(kernel, signature, {places[n]: v for n, v in constants.items()}, aligned)
+
+
+def words_type(decoder: Decoder, block: list[int]) -> str:
+    if decoder.in_shared:
+        return f"tensordesc<fp8e4nv{block},{x_layout(8)!r}>"
+    return f"tensordesc<i32{block},{plain_layout(len(block))!r}>"
 
 
 @functools.cache

@@ -10,7 +10,7 @@ OTHERS = ("torch_linear", "tinygemm", "dequantize", "cpu_int4", "cpu_int4_per_ex
 
 
 TRANSLATED = (
-    "int4_portable", "nvfp4_portable", "int8_portable", "iq2_portable",
+    "int4_portable", "nvfp4_portable", "int8_portable", "iq2_portable", "fp8_portable", "int8_inputs",
     "grouped_unquantized", "grouped_int4", "grouped_nvfp4", "grouped_dequantize",
 )  # fmt: skip
 

@@ -3,12 +3,12 @@
     python -P tests/bench/engine/before_after.py --before OTHER_TREE --out before_after.json
     python -P tests/bench/engine/before_after.py --before OTHER_TREE --checkpoint FOLDER       on a CPU
 
-The shapes of Qwen3-8B, 4B and 30B-A3B (this one cut to 8 layers) with random weights, or a checkpoint; bf16
-and INT4, 32 tokens in. Every engine is a process of its own tree; both trees' are up together and take turns
-at every N, so that they meet the same moments of the machine. The figure is the best of the repeats: tokens a
-second, on a CPU a second of one thread's own time. There the same tree differs by 8% from start to start, by
-where its memory happens to lie: give it several `--starts`. Exit status 1 where after falls below `--floor`
-of before.
+The shapes of Qwen3-8B, 4B and 30B-A3B (this one cut to 8 layers) with random weights, or a checkpoint; bf16,
+INT4, FP8 and W4A8, 32 tokens in. Every engine is a process of its own tree; both trees' are up together and
+take turns at every N, so that they meet the same moments of the machine. The figure is the best of the
+repeats: tokens a second, on a CPU a second of one thread's own time. There the same tree differs by 8% from
+start to start, by where its memory happens to lie: give it several `--starts`. Exit status 1 where after
+falls below `--floor` of before.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 INPUT_LEN = 32
 MODELS = {"8b": "qwen3-8b", "4b": "qwen3-4b", "moe": "qwen3-30b-a3b-8-layers"}
-WEIGHTS = ("bf16", "int4")
+WEIGHTS = ("bf16", "int4", "fp8", "int4-fp8")
 TREES = ("before", "after")
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="the tree to compare with")
     parser.add_argument("--n", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS[:2]))
     parser.add_argument("--checkpoint", type=Path, help="instead of these models, and on a CPU")
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
@@ -158,6 +158,8 @@ def work(tree: Path, model: str, weights: str, output_len: int) -> None:
 
 def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int], float]:
     """An engine that is warm; what it takes for n requests."""
+    from scalegate.layouts.formats.fp8 import FP8
+    from scalegate.layouts.formats.int4 import Int4
     from scalegate.tests.bench.engine import int4_engine, moe, serving
     from scalegate.tests.bench.random_qwen3 import random_model
 
@@ -166,6 +168,10 @@ def seconds_on_cuda(model: str, weights: str, output_len: int) -> Callable[[int]
     if weights == "int4":
         int4_engine.quantized(built, "swap_ab")
         built = moe.with_int4_experts(built)
+    elif weights == "fp8":
+        int4_engine.quantized(built, "fp8_scaled", FP8())
+    elif weights == "int4-fp8":
+        int4_engine.quantized(built, "int4_fp8", Int4(128, symmetric=True, activations="fp8"))
     length = INPUT_LEN + output_len
     sizes = {"max_num_seqs": 128, "max_model_len": 1024, "prefill_chunk": 8192}
     engine = warm_engine(built, {**sizes, "kv_cache_tokens": 128 * (length + 16)})

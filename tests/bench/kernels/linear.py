@@ -30,11 +30,11 @@ from scalegate.layouts.choosing.timing import HOPELESS, TimingBudget, interleave
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8
 from scalegate.layouts.formats.input_format import dynamic_input
 from scalegate.layouts.formats.int4 import Int4, Int4Weight, pack_nibbles
-from scalegate.layouts.formats.int8 import Int8
+from scalegate.layouts.formats.int8 import INT8_INPUTS, WHOLE_ROW, Int8
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
-from scalegate.layouts.packing.fp8_scaled import FP8Scaled
+from scalegate.layouts.packing.fp8_scaled import FP8Scaled, Int8Inputs
 from scalegate.layouts.packing.hopper import HopperLayout
 from scalegate.layouts.packing.int4_fp8 import Int4FP8
 from scalegate.layouts.packing.layout import Layout, PackedWeight, Problem, rounds_inputs
@@ -69,6 +69,7 @@ SLOW_FROM = 512
 OURS = {
     "int4": "swap_ab", "int8": "int8_swap_ab", "nvfp4": "nvfp4_swap_ab", "fp8": "fp8_scaled",
     "fp8-block": "fp8_scaled", "int4-fp8": "int4_fp8",
+    "int8-w8a8": "int8_inputs",
 }  # fmt: skip
 """By format, what is compared with the best other."""
 COMPILING_BY_SHAPE, COMPILING_BY_M = "humming", "gemlite"
@@ -138,7 +139,7 @@ def problem_of(spec: WeightFormat, n: int, k: int, device: torch.device) -> Prob
 
 
 def is_ours(name: str) -> bool:
-    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout | FP8Scaled | Int4FP8)
+    return isinstance(LAYOUTS[name], HopperLayout | PortableLayout | FP8Scaled | Int4FP8 | Int8Inputs)
 
 
 @dataclass
@@ -328,6 +329,7 @@ def spec_of(arguments: argparse.Namespace) -> WeightFormat:
     if arguments.format == "int4-fp8":
         return Int4(arguments.group_size, symmetric=True, activations="fp8")
     others = {"int8": Int8(arguments.group_size), "nvfp4": NVFP4(), "fp8": FP8(), "fp8-block": FP8(BLOCKS)}
+    others["int8-w8a8"] = Int8(WHOLE_ROW, INT8_INPUTS)
     return others[arguments.format]
 
 

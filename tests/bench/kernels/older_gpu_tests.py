@@ -22,8 +22,8 @@ from typing import Any
 VARIABLE = "SCALEGATE_PRETENDED_GPU"
 FOLDERS = ("kernels", "layouts", "serving_check")
 HOPPERS_OWN = (
-    "test_hopper_prefill_gpu.py", "test_int4_fp8_gpu.py", "test_int4_gpu.py", "test_int8_gpu.py",
-    "test_iq2_xxs_gpu.py", "test_nvfp4_gpu.py", "test_pdl_gpu.py",
+    "test_fp8_rows_gpu.py", "test_hopper_prefill_gpu.py", "test_int4_fp8_gpu.py", "test_int4_gpu.py",
+    "test_int8_gpu.py", "test_iq2_xxs_gpu.py", "test_nvfp4_gpu.py", "test_pdl_gpu.py",
 )  # fmt: skip
 OUTCOME = re.compile(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|SKIPPED|ERROR) (.+?) *$", re.MULTILINE)
 COUNT = re.compile(r"\[(\d+) items?\]")

@@ -1,4 +1,4 @@
-"""The product in E4M3 and the rounding of its inputs, against their definitions; see conftest.py."""
+"""Products in E4M3 and INT8 and the rounding of their inputs, against their definitions; see conftest.py."""
 
 import pytest
 import torch
@@ -8,8 +8,10 @@ from scalegate.kernels.fp8.round_rows import CONVERTS_TWICE, round_rows, rounded
 from scalegate.kernels.fp8.tiles import MORE_ROWS, semaphores_of, splits_of
 from scalegate.kernels.invariant_matmul import Tile
 from scalegate.kernels.triton_imports import tl, triton
+from scalegate.layouts.formats import int8
 from scalegate.layouts.formats.e4m3 import PER_BLOCK, PER_TOKEN, E4M3Input, E4M3StaticInput
 from scalegate.layouts.formats.fp8 import BLOCKS, FP8, ROW
+from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.tests.rounding_bounds import product_bound
 
 from .test_decode_attention import DEVICE
@@ -115,6 +117,37 @@ def test_the_product_agrees_with_float64(m: int, k: int, scale: str):
         y = matmul(codes, scales, *weight, torch.bfloat16, SMALL)
         assert float((y.double() - want).norm() / want.norm()) < product_bound(torch.bfloat16, k)
         assert not weight[2].any()
+
+
+@pytest.mark.parametrize("k", [128, 5120])
+def test_inputs_are_rounded_to_integers_to_the_bits_of_the_definition(k: int):
+    x = torch.randn(5, k).to(torch.float16)
+    x[1], x[2, :2], x[3] = 0, torch.tensor([65504.0, -65504.0]), 6e-8
+    x[4, :4] = torch.tensor([127.0, 0.5, 1.5, -2.5])  # ties, by a scale of 1
+    x[4, 4:] = 3
+    codes, scales = round_rows(x.to(DEVICE), dtype=torch.int8)
+    wanted, wanted_scales = int8.PER_TOKEN.codes(x)
+    assert wanted[4, :4].tolist() == [127, 0, 2, -2]
+    assert torch.equal(scales.t().cpu(), wanted_scales)
+    assert torch.equal(codes.cpu(), wanted)
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 2048), (17, 2048), (260, 2048), (3, 200)])
+def test_the_product_of_integers_agrees_with_float64(m: int, k: int):
+    n = 60
+    weight = Int8(WHOLE_ROW, int8.INT8_INPUTS).random(n, k, torch.device(DEVICE))
+    semaphores = torch.zeros(semaphores_of(n), dtype=torch.int32, device=DEVICE)
+    codes, scales = round_rows(torch.randn(m, k).to(DEVICE, torch.bfloat16), dtype=torch.int8)
+    want = (codes.double() * scales.t().double()) @ weight.dequantize(torch.float64).T
+    w_scale = weight.scale.float().reshape(1, n)
+    tile = SMALL if m < 260 else Tile(64, 64, 128, 2, 4)
+    y = matmul(codes, scales, weight.codes, w_scale, semaphores, torch.bfloat16, tile)
+    assert float((y.double() - want).norm() / want.norm()) < product_bound(torch.bfloat16, k)
+    assert not semaphores.any()
+    alone = matmul(
+        codes[-1:], scales[:, -1:].contiguous(), weight.codes, w_scale, semaphores, torch.bfloat16, SMALL
+    )
+    assert torch.equal(alone[0], y[-1])
 
 
 def test_the_bits_of_a_row_depend_neither_on_the_rows_beside_it_nor_on_the_tile():

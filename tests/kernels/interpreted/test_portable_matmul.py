@@ -5,6 +5,7 @@ import torch
 from scalegate.kernels.device import compute_capability, keeps_sums_in_registers
 from scalegate.kernels.portable.packed_matmul import matmul
 from scalegate.kernels.portable.tiles import STEP_COLUMNS, Tile, splits_of
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8, ROW, TENSOR
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import WHOLE_ROW, Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
@@ -12,6 +13,7 @@ from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
 from scalegate.layouts.packing.portable import (
+    FP8_PORTABLE,
     INT4_PORTABLE,
     INT8_PORTABLE,
     IQ2_XXS_PORTABLE,
@@ -35,8 +37,9 @@ FORMS: list[tuple[PortableLayout, WeightFormat]] = [
     (INT8_PORTABLE, Int8(WHOLE_ROW)),
     (IQ2_XXS_PORTABLE, IQ2XXS()),
     (MXFP4_PORTABLE, MXFP4()),
+    *((FP8_PORTABLE, FP8(scale)) for scale in (ROW, TENSOR, BLOCKS)),
 ]
-KEPT = FORMS[2], FORMS[5], FORMS[7], FORMS[9], FORMS[10], FORMS[11]
+KEPT = FORMS[2], FORMS[5], FORMS[7], *FORMS[9:13], FORMS[14]
 
 
 def dtype_of(layout: PortableLayout) -> torch.dtype:

@@ -1,7 +1,5 @@
 """INT4 with FP8 activations on the GPU: the right product within E4M3's sums, and the same bits again."""
 
-import math
-
 import pytest
 import torch
 from scalegate.kernels.fp8.round_rows import round_rows
@@ -12,7 +10,7 @@ from scalegate.kernels.int4 import e4m3_matmul
 from scalegate.layouts.formats.int4 import Int4, Int4Weight
 from scalegate.layouts.packing.int4_fp8 import INT4_FP8
 from scalegate.layouts.packing.layout import PackedWeight, Problem
-from scalegate.tests.rounding_bounds import rounded
+from scalegate.tests.rounding_bounds import rounded, summed_in_e4m3
 
 pytestmark = pytest.mark.gpu
 
@@ -42,16 +40,8 @@ def _hopper():
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Relative, of norms: of rounding y, and of sums of 14 bits.
-
-    wgmma adds 32 products and the sum before them after it has cut each off at 2^-13 of the power of two of
-    the largest. Such an error is 1/sqrt(3) of a step on average, and there are 33 in each of a group's four.
-    The largest is at most 16 times the mean size of products of normal numbers and evenly drawn codes: a
-    product of five times that is one in millions, and the sum of a group's 128 is 11 times that. The sum's
-    error beside the sum itself, sqrt(128) times that mean:
-    """
-    cut_off = math.sqrt(4 * 33 / 3) * 2.0**-13 * 16 / math.sqrt(128)
-    return rounded(dtype, times=2) + cut_off
+    """Relative, of norms: of rounding y, and of sums of 14 bits."""
+    return rounded(dtype, times=2) + summed_in_e4m3()
 
 
 def expected(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:

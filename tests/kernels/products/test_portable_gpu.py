@@ -5,6 +5,7 @@ import torch
 from scalegate.kernels.device import compute_capability, keeps_sums_in_registers
 from scalegate.kernels.portable.packed_matmul import matmul
 from scalegate.kernels.portable.tiles import IN_TURNS, MORE_ROWS, TILES, Tile
+from scalegate.layouts.formats.fp8 import BLOCKS, FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.int8 import Int8
 from scalegate.layouts.formats.iq2_xxs import IQ2XXS
@@ -12,6 +13,7 @@ from scalegate.layouts.formats.mxfp4 import MXFP4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.packing.layout import PackedWeight, Problem
 from scalegate.layouts.packing.portable import (
+    FP8_PORTABLE,
     INT4_PORTABLE,
     INT8_PORTABLE,
     IQ2_XXS_PORTABLE,
@@ -33,6 +35,9 @@ FORMS = [
     (INT8_PORTABLE, Int8(128), BF16),
     (IQ2_XXS_PORTABLE, IQ2XXS(), BF16),
     (IQ2_XXS_PORTABLE, IQ2XXS(), FP16),
+    (FP8_PORTABLE, FP8(), BF16),
+    (FP8_PORTABLE, FP8(), FP16),
+    (FP8_PORTABLE, FP8(BLOCKS), BF16),
 ]
 
 
