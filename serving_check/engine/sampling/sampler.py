@@ -15,6 +15,9 @@ from ..request import TokenLogprobs
 from ..sequence import Sequence
 
 FULL_MANTISSA = 1 << 24
+LIKELY = 128
+"""How many of a row's most likely tokens are sorted first for top_p: of 8,192 tokens this takes a twentieth
+of the bisection's time."""
 BISECTIONS = 30
 ARGMAX_BLOCK = 128
 AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -75,7 +78,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
         return tokens
     scores = logits[batch.sampled].float() / batch.temperature
     if batch.filtered:
-        scores[batch.filtered] = _filter(scores[batch.filtered], batch)
+        scores[batch.filtered] = filter_scores(scores[batch.filtered], batch)
     # One uniform number a row, looked up in the cumulative distribution: the first token whose sum is above.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
     draw = uniform(batch.seed, positions[batch.sampled])[:, None] * cumulative[:, -1:]
@@ -106,7 +109,7 @@ def _argmax_by_blocks(logits: Tensor) -> Tensor:
     return block * ARGMAX_BLOCK + within
 
 
-def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
+def filter_scores(scores: Tensor, batch: SamplingBatch) -> Tensor:
     """Return scores [rows, V] with -inf for tokens excluded by top_k, min_p, then top_p; ties stay
     together.
     """
@@ -126,7 +129,21 @@ def _filter(scores: Tensor, batch: SamplingBatch) -> Tensor:
 def _least_of_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """Return the greatest bound [rows, 1] such that tokens at or above it have top_p of the probability.
 
-    Bisection finds the bound: on a CPU, 30 passes over a row take a quarter of the time of sorting the row.
+    A row whose most likely tokens have so much needs no pass over all tokens. Which way a row takes depends
+    on that row alone.
+    """
+    likely = probabilities.topk(min(LIKELY, probabilities.shape[1]), dim=-1).values
+    enough = likely.cumsum(dim=-1) >= top_p
+    least = likely.gather(1, enough.int().argmax(dim=-1, keepdim=True))
+    flat = (~enough[:, -1] & (top_p[:, 0] < 1)).nonzero()[:, 0]
+    if len(flat):
+        least[flat] = _bisect_top_p(probabilities[flat], top_p[flat])
+    return least
+
+
+def _bisect_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Return the same by bisection: on a CPU, 30 passes over a row take a quarter of the time of sorting the
+    row.
     """
     low, high = torch.zeros_like(top_p), probabilities.amax(dim=-1, keepdim=True)
     for _ in range(BISECTIONS):

@@ -10,6 +10,7 @@ from scalegate.serving_check.engine.options import EngineOptions
 from scalegate.serving_check.engine.request import SamplingParams
 from scalegate.serving_check.engine.sampling.sampler import (
     SamplingBatch,
+    filter_scores,
     first_argmax,
     sample,
     token_logprobs,
@@ -90,6 +91,25 @@ def test_a_row_is_drawn_alike_whatever_the_other_rows_want():
                 positions[row : row + 1],
             )
             assert alone[0] == together[row]
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_fewest_tokens_that_have_so_much_and_their_equals(top_p: float):
+    # In bfloat16 many logits are equal. Flat rows keep thousands of tokens, the others a few.
+    scales = torch.tensor([[0.1], [6.0], [1.0], [3.0]])
+    logits = (torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * scales).bfloat16().float()
+    probabilities = logits.double().softmax(-1)
+    params = SamplingParams(top_p=top_p)
+    together = filter_scores(logits, batch_of(*[params] * 4)).isfinite()
+    for row, kept in enumerate(together):
+        own = probabilities[row]
+        least = own[kept].min()
+        assert torch.equal(kept, own >= least)
+        # Sums of 5,000 probabilities in float32.
+        rounding = 5000 * 2.0**-24
+        assert own[kept].sum() >= top_p - rounding
+        assert own[own > least].sum() < top_p + rounding
+        assert torch.equal(filter_scores(logits[row : row + 1], batch_of(params)).isfinite()[0], kept)
 
 
 def test_greedy_takes_the_first_of_equal_logits():
