@@ -1,11 +1,12 @@
 """Sound artifacts through all of `pipeline validate`, with fresh seeds: none may fail, nine in ten must pass.
 
-    python -P tests/bench/gate/sound_runs.py --runs 30 [--only int4 kvarn] [--keep FOLDER]
+    python -P tests/bench/gate/sound_runs.py --runs 30 [--only int4 kvarn] [--hybrid HYBRID] [--keep FOLDER]
 
-The bundled checkpoint in four forms, each at three loads (prompt tokens and answer tokens of a request): the
-runs take the twelve pairs in turn. Each is quantized once, by its recipe with BOUNDS, since KVarN and long
-prompts are slower than the release policy allows on a CPU. `--keep` keeps each verdict by the name of its
-row, for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
+The bundled checkpoint in four forms, and a hybrid if there is one, each at three loads (prompt tokens and
+answer tokens of a request): the runs take the pairs in turn. Each is quantized once, by its recipe with
+BOUNDS, since KVarN and long prompts are slower than the release policy allows on a CPU. HYBRID is a
+checkpoint that `tests/bench/engine/train_hybrid.py` has trained. `--keep` keeps each verdict by the name of
+its row, for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
 """
 
 import argparse
@@ -33,6 +34,7 @@ FORMS = {
     "nvfp4": "format: nvfp4\n",
     "kvarn": "format: unquantized\nkv_cache: kvarn_k4v2_g128\n",
     "fp8": "format: unquantized\nkv_cache: fp8\ncalibration: self\n",
+    "hybrid": "format: int4\ngroup_size: 64\n",
 }
 LOADS = ((64, 64), (900, 64), (16, 256))
 MOST_FAILED, LEAST_PASSED = 0, 0.9
@@ -43,17 +45,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--only", nargs="+", choices=FORMS)
+    parser.add_argument("--hybrid", type=Path, help="a folder that train_hybrid.py wrote")
     parser.add_argument("--keep", type=Path, help="a folder for the verdicts")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
+    sources = dict.fromkeys(FORMS, CHECKPOINT) | {"hybrid": options.hybrid}
+    forms = options.only or [form for form, source in sources.items() if source]
+    if any(sources[form] is None for form in forms):
+        parser.error("the form hybrid needs --hybrid")
     environment = vars(describe_environment("cpu", "auto", DEFAULT_ENGINE, DEFAULT_ENGINE))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        artifacts = {form: made(form, Path(work)) for form in options.only}
-        pairs = itertools.cycle(itertools.product(options.only, LOADS))
+        artifacts = {form: made(form, sources[form], Path(work)) for form in forms}
+        pairs = itertools.cycle(itertools.product(forms, LOADS))
         for index, (form, load) in zip(range(options.runs), pairs, strict=False):
-            rows.append(run_once(artifacts[form], form, load, options.keep, index))
+            rows.append(run_once(artifacts[form], sources[form], form, load, options.keep, index))
             print(sentence(rows[-1]), flush=True)
             write_json(options.out, {"environment": environment, "runs": rows})
     counts = Counter(row["status"] for row in rows)
@@ -61,15 +68,15 @@ def main() -> None:
     sys.exit(counts["fail"] + counts["refused"] > MOST_FAILED or counts["pass"] < LEAST_PASSED * len(rows))
 
 
-def made(form: str, work: Path) -> Path:
+def made(form: str, source: Path, work: Path) -> Path:
     recipe = work / f"{form}.yaml"
     recipe.write_text(FORMS[form] + "".join(f"{name}: {value}\n" for name, value in BOUNDS.items()))
-    quantize(CHECKPOINT, recipe, out=work / form, progress=False)
+    quantize(source, recipe, out=work / form, progress=False)
     return work / form
 
 
 def run_once(
-    artifact: Path, form: str, load: tuple[int, int], keep: Path | None, index: int
+    artifact: Path, source: Path, form: str, load: tuple[int, int], keep: Path | None, index: int
 ) -> dict[str, Any]:
     started = time.monotonic()
     row: dict[str, Any] = {"form": form, "input_len": load[0], "output_len": load[1]}
@@ -77,7 +84,7 @@ def run_once(
     try:
         verdict = validate(
             artifact,
-            CHECKPOINT,
+            source,
             device="cpu",
             input_len=load[0],
             output_len=load[1],
