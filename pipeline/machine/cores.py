@@ -22,5 +22,13 @@ def model_threads() -> int:
     against 282 tok/s with the bundled model at M=1, 1901 against 2446 at M=16), and faster if something else
     runs (1864 against 665 at M=16): a step with two threads waits for the slower of two cores.
     """
-    physical = psutil.cpu_count(logical=False) or available_cores()
-    return max(1, min(physical, available_cores() - 1))
+    return max(1, min(_physical_cores(), available_cores() - 1))
+
+
+def threads_alone() -> int:
+    """Return the threads for a model while no server runs, and no client."""
+    return min(_physical_cores(), available_cores())
+
+
+def _physical_cores() -> int:
+    return psutil.cpu_count(logical=False) or available_cores()

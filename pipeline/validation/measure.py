@@ -28,7 +28,7 @@ from ..conventions.kv_cache import kv_cache_of
 from .rival import describe_rival
 from .run import Run, outlook
 from .servers import recorded_options
-from .serving import serve_sides
+from .serving import on_all_cores, serve_sides
 from .subject import describe_baseline, describe_subject
 
 if TYPE_CHECKING:
@@ -178,7 +178,9 @@ def _look(run: Run, keep_models: bool) -> "Findings":
 def _score(run: Run, findings: "Findings", served: RunFigures) -> "Scores":
     from .findings import score
 
-    return score(run, findings, served)
+    # No server is measured any more.
+    with on_all_cores():
+        return score(run, findings, served)
 
 
 def _as_served(loaded: ModelFigures, as_here: bool, checkpoint: Checkpoint) -> ModelFigures:

@@ -29,6 +29,7 @@ from ...serving_check.gate.in_use import RequestSource
 from ...serving_check.gate.interleaving import Rival
 from ...serving_check.gate.turns import require_groups
 from ..checkpoints.checkpoint import Checkpoint
+from ..machine.cores import model_threads, threads_alone
 from .gpu_memory import MemoryPlan, Side, plan_memory
 from .run import Run, weaker_than_policy
 from .servers import baseline_options, has_room, may_start_at_once, server_of, sides_of
@@ -218,12 +219,28 @@ def leaving_cores(servers: int) -> Iterator[None]:
     """Inside the `with` block, torch leaves one core to each starting server. Several threads that share one
     core take longer than one thread alone.
     """
+    with _threads(max(1, torch.get_num_threads() - servers)):
+        yield
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Inside the `with` block, torch also uses the core that is otherwise left to servers and clients, unless
+    the user has chosen another number of threads.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads - servers))
+    with _threads(threads_alone() if threads == model_threads() else threads):
+        yield
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _in_turns(

@@ -5,17 +5,34 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from scalegate.pipeline.machine import cores
+from scalegate.pipeline.validation.serving import on_all_cores
 
 
 @pytest.mark.parametrize(
-    ("physical", "available", "threads"),
-    [(2, 2, 1), (1, 1, 1), (8, 8, 7), (8, 16, 8), (64, 2, 1), (None, 4, 3)],
+    ("physical", "available", "threads", "alone"),
+    [(2, 2, 1, 2), (1, 1, 1, 1), (8, 8, 7, 8), (8, 16, 8, 8), (64, 2, 1, 2), (None, 4, 3, 4)],
 )
-def test_a_core_is_left_to_the_server(monkeypatch, physical, available, threads):
+def test_a_core_is_left_to_the_server(monkeypatch, physical, available, threads, alone):
     monkeypatch.setattr(cores, "available_cores", lambda: available)
     monkeypatch.setattr(cores.psutil, "cpu_count", lambda logical: physical)
-    assert cores.model_threads() == threads
+    assert (cores.model_threads(), cores.threads_alone()) == (threads, alone)
+
+
+def test_answers_are_scored_on_all_cores_unless_the_user_chose_the_threads():
+    before = torch.get_num_threads()
+    try:
+        for chosen, used in (
+            (cores.model_threads(), cores.threads_alone()),
+            (cores.threads_alone() + 3, cores.threads_alone() + 3),
+        ):
+            torch.set_num_threads(chosen)
+            with on_all_cores():
+                assert torch.get_num_threads() == used
+            assert torch.get_num_threads() == chosen
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("given", "threads"), [(None, cores.model_threads()), ("3", 3)])
