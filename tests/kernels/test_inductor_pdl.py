@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -55,8 +56,10 @@ FUNCTIONS = [norm, gated, two_that_share_nothing, filled]
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Write:
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Write:
     """The kernels that Inductor writes for a function, line by line, as for a Hopper that is not there."""
+    # torch's compiler sets it for the rest of the process if nobody has.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     driver = MagicMock()
     driver.get_current_target.return_value = GPUTarget("cuda", 90, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)

@@ -30,6 +30,8 @@ def log(tmp_path, monkeypatch):
     """The lines for vLLM's log."""
     lines = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
+    # The compiler has a low priority: beside tests on all cores it takes minutes.
+    monkeypatch.setattr(compile_ahead, "MOST_SECONDS", 280)
     monkeypatch.setattr(compile_ahead, "AHEAD", compile_ahead.Ahead())
     monkeypatch.setattr(compile_ahead.logger, "info", lambda line, *words: lines.append(line % words))
     return lines

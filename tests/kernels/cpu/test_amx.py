@@ -46,7 +46,7 @@ def test_tiles_are_loaded_multiplied_and_released(codes, scales):
 def test_a_cpu_without_amx_is_refused_by_name(layout, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     problem = Problem(layout.format(), 256, 256, torch.bfloat16, CPU)
-    assert layout.refuses(problem) == "needs a CPU with AMX"
+    assert layout.refuses(problem) == "is for CPUs with AMX"
 
 
 @pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
