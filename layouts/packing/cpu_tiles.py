@@ -62,8 +62,10 @@ class CpuTiles:
     def refuses(self, problem: Problem) -> str | None:
         if not self.amx:
             return Serves((self.format,), "cpu", DTYPES, invariance_modes=INVARIANCE_MODES).refuses(problem)
-        refusal = Serves((self.format,), "cpu", (torch.bfloat16,)).refuses(problem)
-        return refusal or _refuses_for_amx(self.codes, problem)
+        # What it is for comes first: neither shape nor dtype changes that.
+        refusal = Serves((self.format,), "cpu").refuses(problem) or _refuses_without_amx()
+        refusal = refusal or Serves((self.format,), "cpu", (torch.bfloat16,)).refuses(problem)
+        return refusal or _refuses_for_tiles(self.codes, problem)
 
     def pack(self, weight: Weight, dtype: torch.dtype) -> PackedWeight:
         packed, form, group_size = self.arrange(weight)
@@ -98,12 +100,18 @@ class CpuTiles:
         return _kernel(dtype, int(self.codes), int(scales), self.amx)
 
 
-def _refuses_for_amx(codes: Codes, problem: Problem) -> str | None:
+def _refuses_without_amx() -> str | None:
     if not torch.cpu._init_amx():
         return NO_AMX
     # numba takes half a second to import, so only where the CPU has AMX.
+    from ...kernels.cpu.coded_matmul import has_amx
+
+    return None if has_amx() else NO_AMX
+
+
+def _refuses_for_tiles(codes: Codes, problem: Problem) -> str | None:
     from ...kernels.cpu.amx import columns_of_a_tile
-    from ...kernels.cpu.coded_matmul import PANEL_COLUMNS, has_amx
+    from ...kernels.cpu.coded_matmul import PANEL_COLUMNS
 
     at_once = columns_of_a_tile(codes)
     group_size = problem.spec.group_size if isinstance(problem.spec, Int4) else at_once
@@ -111,7 +119,7 @@ def _refuses_for_amx(codes: Codes, problem: Problem) -> str | None:
         return f"takes groups of a multiple of {at_once} columns, of {PANEL_COLUMNS} at most"
     if problem.k % at_once:
         return f"needs K to be a multiple of {at_once}"
-    return None if has_amx() else NO_AMX
+    return None
 
 
 def _with_many_rows(
