@@ -163,12 +163,13 @@ def decode(
 
 @intrinsic
 def decode_scaled(
-    typing: Any, codes: Any, words: Any, pairs: Any, scales: Any, group: Any, factor: Any,
-    instructions: Any, form_of_codes: Any, form_of_scales: Any,
+    typing: Any, codes: Any, words: Any, pairs: Any, pair_bytes: Any, half_bytes: Any, scales: Any,
+    group: Any, factor: Any, instructions: Any, form_of_codes: Any, form_of_scales: Any,
 ) -> Any:  # fmt: skip
     """Decode `words` vectors of codes of each tile at address `codes`, all of one group, into pairs of
     bfloat16 with their scales, rounded once.
 
+    pair_bytes: from a pair of columns to the next; half_bytes: from the first two tiles to the other two
     scales: address of group 0, of the block; factor: address of the weight's
     """
     literals = (instructions, form_of_codes, form_of_scales)
@@ -177,7 +178,7 @@ def decode_scaled(
         return None
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        codes, words, pairs, scales, group, factor = arguments[:6]
+        codes, words, pairs, pair_bytes, half_bytes, scales, group, factor = arguments[:8]
         kind = kind_of(*constants)
         weights = _Codes(builder, kind, codes, TILES)
         of_all = v.broadcast(builder, FLOATS, v.load(builder, factor, FLOAT))
@@ -188,15 +189,17 @@ def decode_scaled(
             scale, zero = scale_at(builder, kind.scales, address, second_half)
             of_tiles.append((builder.fmul(scale, of_all), zero))
         with cgutils.for_range(builder, words) as loop:
-            beside = v.plus(builder, pairs, builder.mul(loop.index, long(kind.steps * TILES * BYTES)))
+            of_word = builder.mul(loop.index, builder.mul(pair_bytes, long(kind.steps)))
             word = weights.at(loop.index)
             for step in range(kind.steps):
+                first = v.plus(builder, pairs, builder.add(of_word, builder.mul(pair_bytes, long(step))))
+                halves = (first, v.plus(builder, first, half_bytes))
                 for tile, vector in enumerate(weights.decoded(word, step)):
                     scaled = _scaled_pairs(builder, vector, *of_tiles[tile])
-                    v.store(builder, v.plus(builder, beside, (step * TILES + tile) * BYTES), scaled)
+                    v.store(builder, v.plus(builder, halves[tile // 2], tile % 2 * BYTES), scaled)
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 6, *literals), code
+    return types.none(*[types.int64] * 8, *literals), code
 
 
 def _scaled_pairs(builder: ir.IRBuilder, pairs: ir.Value, scale: ir.Value, zero: ir.Value | None) -> ir.Value:

@@ -1,9 +1,9 @@
 """Products of many rows by coded weights: the weight is decoded into oneDNN's own blocks, a part of it at a
 time, and oneDNN multiplies by them while they are in a cache.
 
-oneDNN's blocks of a bfloat16 weight [N, K] are [N/64, K/2, 64, 2] if K is a multiple of 32, which is how a
-panel lies. Nothing promises that, so `takes` looks. Decoding rounds each weight to bfloat16 once, as
-`dequantize` does.
+oneDNN's blocks of a bfloat16 weight [N, K] are [N/W, K/2, W, 2] if K is a multiple of 32. W is 64 on a CPU
+with AVX-512 and 32 on one with AMX. Nothing promises that, so `takes` looks. Decoding rounds each weight to
+bfloat16 once, as `dequantize` does.
 """
 
 import contextlib
@@ -36,20 +36,24 @@ def onednn(x: Tensor, blocks: Tensor) -> Tensor:
 
 def takes(k: int) -> bool:
     """Whether oneDNN multiplies bfloat16 on this CPU, by blocks of a weight [N, k] as is said above."""
-    return k % COLUMNS == 0 and _has_these_blocks()
+    return k % COLUMNS == 0 and _rows_of_a_block() is not None
 
 
 @functools.cache
-def _has_these_blocks() -> bool:
+def _rows_of_a_block() -> int | None:
+    """Return W; None if this oneDNN's blocks are others."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
+        return None
     weight = torch.arange(2 * BLOCK * 96, dtype=torch.int32).remainder(251).bfloat16().view(2 * BLOCK, 96)
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    expected = weight.view(-1, BLOCK, 48, 2).transpose(1, 2).contiguous().view(torch.int16).flatten()
-    if torch.ops.mkldnn._nbytes(blocks) != expected.nbytes:
-        return False
-    found = np.ctypeslib.as_array(_shorts_at(torch.ops.mkldnn.data_ptr(blocks)), (expected.numel(),))
-    return bool(np.array_equal(found, expected.numpy()))
+    if torch.ops.mkldnn._nbytes(blocks) != weight.nbytes:
+        return None
+    found = np.ctypeslib.as_array(_shorts_at(torch.ops.mkldnn.data_ptr(blocks)), (weight.numel(),))
+    for rows in (BLOCK, BLOCK // 2):
+        expected = weight.view(-1, rows, 48, 2).transpose(1, 2).contiguous().view(torch.int16).flatten()
+        if np.array_equal(found, expected.numpy()):
+            return rows
+    return None
 
 
 def product_by(
@@ -57,6 +61,7 @@ def product_by(
 ) -> Callable[[Tensor], Tensor]:
     """Return the product of x [M, K] in bfloat16, contiguous, by one weight, to [M, N'] in bfloat16."""
     decode, part = _decoder(codes, scales)
+    rows = _rows_of_a_block() or BLOCK
     blocks, in_part = packed.codes.shape[0], max(1, PART_BYTES // (2 * k * BLOCK))
     of_codes, of_scales = (tensor[0].numel() * 4 for tensor in (packed.codes, packed.scales))
     gomp = gomp_parallel()
@@ -68,7 +73,8 @@ def product_by(
             weight, address = _room_for(count * BLOCK, k)
             decode(
                 packed.codes.data_ptr() + first * of_codes, packed.scales.data_ptr() + first * of_scales,
-                packed.factor.data_ptr(), address, count, k, group_size, part, gomp, torch.get_num_threads(),
+                packed.factor.data_ptr(), address, count, k, group_size, rows, part, gomp,
+                torch.get_num_threads(),
             )  # fmt: skip
             found.append(onednn(x, weight))
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
@@ -94,21 +100,21 @@ def _decoder(codes: Codes, scales: Scales) -> tuple[Callable[..., int], int]:
     decode = njit(nogil=True, error_model="numpy")(_decode(sources()))
     with contextlib.suppress(RuntimeError):
         decode.enable_caching()
-    decode.compile((types.int64,) * 10)
+    decode.compile((types.int64,) * 11)
     decode.disable_compile()
     return decode, part
 
 
 def _decode(of_sources: str) -> Callable[..., int]:
     def decode(
-        codes: int, scales: int, factor: int, pairs: int, blocks: int, k: int, group_size: int,
+        codes: int, scales: int, factor: int, pairs: int, blocks: int, k: int, group_size: int, rows: int,
         part: int, parallel: int, threads: int,
     ) -> int:  # fmt: skip
         """Arguments codes, scales, factor, pairs, part, parallel are addresses."""
         _ = of_sources
-        task = np.empty(8, np.int64)
+        task = np.empty(9, np.int64)
         task[0], task[1], task[2], task[3], task[4] = 0, codes, scales, factor, pairs
-        task[5], task[6], task[7] = blocks, k, group_size
+        task[5], task[6], task[7], task[8] = blocks, k, group_size, rows
         run(parallel, threads, part, task.ctypes.data)
         # numba frees an array after its last mention, and addresses do not count.
         return len(task)
@@ -119,7 +125,7 @@ def _decode(of_sources: str) -> Callable[..., int]:
 def _part(of_sources: str, codes_kind: int, scales_kind: int) -> Callable[[int], None]:
     kind = Kind(Instructions.BF16, Codes(codes_kind), Scales(scales_kind))
     instructions, columns, scale_bytes = int(kind.instructions), kind.codes.columns, kind.scale_bytes
-    word_of_pairs = kind.steps * TILES * BYTES
+    number_bytes = kind.number_bytes
     groups_of_a_scale = 2 if kind.scales is Scales.PAIRS else 1
 
     def part(task: Any) -> None:
@@ -128,7 +134,11 @@ def _part(of_sources: str, codes_kind: int, scales_kind: int) -> Callable[[int],
         codes, scales, factor, pairs = (
             number_at(task, 1), number_at(task, 2), number_at(task, 3), number_at(task, 4),
         )  # fmt: skip
-        blocks, k, group_size = number_at(task, 5), number_at(task, 6), number_at(task, 7)
+        blocks, k, group_size, rows = (
+            number_at(task, 5), number_at(task, 6), number_at(task, 7), number_at(task, 8),
+        )  # fmt: skip
+        column_bytes = rows * number_bytes
+        half_bytes = k * column_bytes if rows < BLOCK else column_bytes
         groups, words, all_words = -(-k // group_size), group_size // columns, k // columns
         scales_block = -(-groups // groups_of_a_scale) * TILES * scale_bytes
         while True:
@@ -136,13 +146,13 @@ def _part(of_sources: str, codes_kind: int, scales_kind: int) -> Callable[[int],
             if block >= blocks:
                 break
             block_codes = codes + block * all_words * TILES * BYTES
-            block_pairs = pairs + block * all_words * word_of_pairs
+            block_pairs = pairs + block * k * BLOCK * number_bytes
             for group in range(groups):
                 first = group * words
                 decode_scaled(
                     block_codes + first * TILES * BYTES, min(words, all_words - first),
-                    block_pairs + first * word_of_pairs, scales + block * scales_block, group, factor,
-                    instructions, codes_kind, scales_kind,
+                    block_pairs + first * columns * column_bytes, 2 * column_bytes, half_bytes,
+                    scales + block * scales_block, group, factor, instructions, codes_kind, scales_kind,
                 )  # fmt: skip
 
     return part

@@ -34,12 +34,10 @@ from ..formats.int8 import Int8, Int8Weight
 from ..formats.iq2_xxs import IQ2XXS, IQ2XXSWeight
 from ..formats.nvfp4 import NVFP4, NVFP4Weight
 from ..formats.weight_format import Weight
-from .layout import IS_FOR, PackedWeight, Problem, Serves
+from .layout import IS_FOR, MANY_ROWS, PackedWeight, Problem, Serves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_AMX = f"{IS_FOR} CPUs with AMX"
-MANY_ROWS = 256
-"""Rows of x from which a CPU with AMX multiplies by decoded weights, in oneDNN's blocks."""
 INT8_GROUP = 128
 """Columns of a row that are added up before their scale, where a whole row shares one."""
 

@@ -86,6 +86,8 @@ class PackedWeight:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
+MANY_ROWS = 256
+"""Rows of x from which decoding a weight once for the whole product pays on a CPU with AMX."""
 IS_FOR = "is for"
 """How a refusal begins if the layout serves another format, kind of device or kind of layer."""
 FOR_INVARIANCE_ONLY = f"{IS_FOR} --batch-invariance pin and per-token only"
@@ -206,7 +208,7 @@ class CallLayout(Protocol):
 
     def call_by(self, packed: PackedWeight, x: int, y: int) -> Call | None:
         """Return the call that multiplies x [T, K] by this weight to y [T, N], both contiguous and known by
-        their places in the step's numbers; None if this weight has none.
+        their places in the step's numbers; None if this weight has none. It is for fewer than MANY_ROWS rows.
         """
         ...
 

@@ -25,6 +25,7 @@ from ....kernels.norms.rotate_heads_cpu import HeadNorm, Heads, rotate_call
 from ....layouts.kv.cpu import CpuLayerKV
 from ....layouts.kv.layer import LayerKV
 from ....layouts.modules.linear import QuantizedLinear
+from ....layouts.packing.layout import MANY_ROWS
 from ..cpu_norms import CpuRMSNorm
 from .parts import DenseLayer, DenseModel
 
@@ -72,7 +73,9 @@ class Program:
         self._embed = model.embed.forward if gather is None else None
         first = [] if gather is None else [gather]
         attention = [_attention_call(layer, dtype, options, storage) for layer in model.layers]
-        self._parts = self._all_parts(model, first, [None] * len(attention))
+        no_calls = [None] * len(attention)
+        self._parts = self._all_parts(model, first, no_calls)
+        self._parts_of_many_rows = self._all_parts(model, first, no_calls, are_many_rows=True)
         self._decoding = [] if None in attention else self._all_parts(model, first, attention)
 
     @property
@@ -85,7 +88,8 @@ class Program:
             self._hold(held, Held.HIDDEN, self._embed(token_ids))
 
     def run(self, held: Tensors, attention: LayerAttention) -> None:
-        for part in self._parts:
+        are_many = len(held[Held.HIDDEN]) >= MANY_ROWS
+        for part in self._parts_of_many_rows if are_many else self._parts:
             part(held, attention)
 
     def decode(self, held: Tensors) -> None:
@@ -94,20 +98,25 @@ class Program:
             part(held, None)
 
     def _all_parts(
-        self, model: DenseModel, first: Iterable[Call], attention: Iterable[Call | None]
+        self,
+        model: DenseModel,
+        first: Iterable[Call],
+        attention: Iterable[Call | None],
+        are_many_rows: bool = False,
     ) -> list[Part]:
+        product = self._product_of_many_rows if are_many_rows else self._product_part
         parts: list[Call | Part] = [*first]
         added: int = NOTHING
         for layer, call in zip(model.layers, attention, strict=True):
             parts.append(_norm_call(layer.attention_norm, added))
-            parts.append(self._product_part(layer.qkv, Held.NORMED, Held.QKV))
+            parts.append(product(layer.qkv, Held.NORMED, Held.QKV))
             parts.append(self._rotate_call(layer))
             parts.append(self._attention_part(layer) if call is None else call)
-            parts.append(self._product_part(layer.output, Held.ATTENDED, Held.ADDED))
+            parts.append(product(layer.output, Held.ATTENDED, Held.ADDED))
             parts.append(_norm_call(layer.mlp_norm, Held.ADDED))
-            parts.append(self._product_part(layer.gate_up, Held.NORMED, Held.GATE_UP))
+            parts.append(product(layer.gate_up, Held.NORMED, Held.GATE_UP))
             parts.append(self._activation_part(layer))
-            parts.append(self._product_part(layer.down, Held.GATED, Held.ADDED))
+            parts.append(product(layer.down, Held.GATED, Held.ADDED))
             added = Held.ADDED
         parts.append(_norm_call(model.norm, added))
         return self._joined(parts)
@@ -130,8 +139,9 @@ class Program:
 
     def _product_part(self, module: nn.Module, x: Held, y: Held) -> Call | Part:
         call = module.call_of_rows(x, y) if isinstance(module, QuantizedLinear) else None
-        if call is not None:
-            return call
+        return self._product_of_many_rows(module, x, y) if call is None else call
+
+    def _product_of_many_rows(self, module: nn.Module, x: Held, y: Held) -> Part:
         product = _product(module)
         return lambda held, attention: self._hold(held, y, product(held[x]))
 

@@ -134,6 +134,25 @@ def test_quantized_layers_in_lists_of_calls_give_the_same_tokens(config, threads
     assert len(set(without_modules[0])) > 2, "a model that repeats itself would hide faults"
 
 
+def test_many_rows_are_multiplied_outside_of_the_lists_of_calls(monkeypatch):
+    """There a layout may decode a weight once for all rows, which a call does not."""
+    monkeypatch.setattr("scalegate.serving_check.engine.dense.program.MANY_ROWS", 30)
+    rows: list[int] = []
+    layout = LAYOUTS["cpu_int4_tiles"]
+    product_by = type(layout).product_by
+    counted = lambda self, packed: lambda x: (rows.append(len(x)), product_by(self, packed)(x))[1]  # noqa: E731
+    monkeypatch.setattr(type(layout), "product_by", counted)
+    config = LlamaConfig(**SIZES | {"intermediate_size": 128})
+    engine = engine_of(quantized(merged_model(config)), prefill_chunk=30)
+    rows.clear()
+    without_modules = answers(engine)
+    # Other CPUs have no calls of this layout, and multiply few rows so too.
+    has_calls = instructions_for(torch.bfloat16) is Instructions.BF16
+    assert 30 in rows and (min(rows) == 30 or not has_calls)
+    engine.runner._forward._dense = None
+    assert without_modules == answers(engine)
+
+
 @pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
 def test_another_model_keeps_its_modules(config):
     assert step_of(engine_of(merged_model(config))) is None
