@@ -18,7 +18,7 @@ ALONE := $(shell grep -rl "mark\.alone" tests --include="test_*.py")
 EXAMPLE := examples/qwen3-pycode-5m
 # Each recipe says why it depends on the CPU.
 FLAGS := $(shell grep -m 1 ^flags /proc/cpuinfo 2>/dev/null)
-RECIPE := examples/int4-example$(if $(and $(filter avx512_bf16,$(FLAGS)),$(if $(filter amx_bf16,$(FLAGS)),,yes)),,-other-cpus).yaml
+RECIPE := examples/int4-example$(if $(filter avx512_bf16,$(FLAGS)),,-other-cpus).yaml
 
 .PHONY: another-lock install example tutorial docs test most-tests types-and-kernels test-all test-random test-isas test-pythons
 .PHONY: compile-tests lint types style clean
