@@ -21,8 +21,8 @@ FLOORS = ["base", "kernels", "layouts", "vllm_plugin", "sglang_plugin", "serving
 ROOMS = {
     "base": [INIT, "errors", REST, "plugins", "registry"],
     "kernels": [
-        INIT, "inductor_pdl", "device", "triton_versions", "triton_imports", "hadamard", "invariant_matmul",
-        "split_k", "cpu",
+        INIT, "inductor_pdl", "device", "triton_versions", "triton_imports", "e4m3", "hadamard",
+        "invariant_matmul", "split_k", "cpu",
         "hopper", "sampling", "attention", "norms", "int4", "iq2_xxs", "nvfp4", "fp8",
         "experts", "portable", "states",
     ],

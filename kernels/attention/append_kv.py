@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device import compute_capability
+from ..e4m3 import CONVERTS_TWICE, rounded_to_odd
 from ..triton_imports import tl, triton
 
 E4M3_MAX = 448.0
@@ -55,11 +56,13 @@ def append_kv_reference(
 
 
 @triton.jit
-def _quantize(x, scale_ptr, head, at, stored, SCALES: tl.constexpr):
+def _quantize(x, scale_ptr, head, at, stored, SCALES: tl.constexpr, TWICE: tl.constexpr):
     """Convert x fp32 [T, D] to the pages' dtype; for int8 also store the scales."""
     if SCALES == 1:
         x = x / tl.load(scale_ptr + head)
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        if TWICE:
+            x = rounded_to_odd(x)
     if SCALES == 2:
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10) / 127.0
         tl.store(scale_ptr + at, scale, mask=stored)
@@ -74,7 +77,7 @@ def _append(
     key_ptr, value_ptr, slots_ptr, key_pages_ptr, value_pages_ptr, key_scale_ptr, value_scale_ptr,
     count, key_stride, value_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SCALES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    SCALES: tl.constexpr, TOKENS: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store keys and values of TOKENS tokens, for one kv head."""
     if PDL:
@@ -90,8 +93,8 @@ def _append(
     source = (head * HEAD_DIM + dim)[None, :]
     key = tl.load(key_ptr + token[:, None] * key_stride + source, mask=keep, other=0.0)
     value = tl.load(value_ptr + token[:, None] * value_stride + source, mask=keep, other=0.0)
-    key = _quantize(key.to(tl.float32), key_scale_ptr, head, at, stored, SCALES)
-    value = _quantize(value.to(tl.float32), value_scale_ptr, head, at, stored, SCALES)
+    key = _quantize(key.to(tl.float32), key_scale_ptr, head, at, stored, SCALES, TWICE)
+    value = _quantize(value.to(tl.float32), value_scale_ptr, head, at, stored, SCALES, TWICE)
     to = at[:, None] * HEAD_DIM + dim[None, :]
     tl.store(key_pages_ptr + to, key.to(key_pages_ptr.dtype.element_ty), mask=keep)
     tl.store(value_pages_ptr + to, value.to(value_pages_ptr.dtype.element_ty), mask=keep)
@@ -109,11 +112,13 @@ def append_kv(
     """Store `key` and `value` [T, H_kv, D] in place; a token's heads must be contiguous."""
     count, kv_heads, head_dim = key.shape
     tokens = 16 if count > LARGE else 1
-    pdl = compute_capability(key.device) >= (9, 0)
+    capability = compute_capability(key.device)
+    pdl = capability >= (9, 0)
     _append[(triton.cdiv(count, tokens), kv_heads)](
         key, value, slots, key_pages, value_pages, key_scale, value_scale,
         count, key.stride(0), value.stride(0),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), PAGE=key_pages.shape[2],
         SCALES=0 if key_scale is None else (2 if key_scale.ndim == 3 else 1),
-        TOKENS=tokens, PDL=pdl, num_warps=4 if tokens > 1 else 1, launch_pdl=pdl,
+        TOKENS=tokens, TWICE=capability == CONVERTS_TWICE, PDL=pdl,
+        num_warps=4 if tokens > 1 else 1, launch_pdl=pdl,
     )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device import compute_capability
+from ..e4m3 import CONVERTS_TWICE, rounded_to_odd
 from ..triton_imports import tl, triton
 
 E4M3_MAX, INT8_MAX = tl.constexpr(448.0), tl.constexpr(127.0)
@@ -26,21 +27,6 @@ FEW_ROWS = 256
 """Rows up to which CTAs have twice the warps, since a GPU has more multiprocessors than CTAs."""
 GROUP = 128
 GROUPS_AT_ONCE = 32
-CONVERTS_TWICE = (8, 9)
-"""The compute capability for which Triton converts fp32 to fp16, rounded towards zero, and that to E4M3."""
-LOST = tl.constexpr(0x1FFF)
-"""The bits of fp32 that fp16 does not have."""
-
-
-@triton.jit
-def rounded_to_odd(values):
-    """Return fp32 values with no more bits than fp16 has, the last of them set if any was lost.
-
-    Rounding them once more, to E4M3, gives what rounding `values` to E4M3 gives. Rounding towards zero first
-    would not: what lies just beyond the middle of two codes would lie in the middle.
-    """
-    bits = values.to(tl.int32, bitcast=True)
-    return ((bits & ~LOST) | tl.where((bits & LOST) != 0, LOST + 1, 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...device import compute_capability
+from ...e4m3 import CONVERTS_TWICE, rounded_to_odd
 from ...hadamard import log2, rotate
 from ...triton_imports import constexpr_function, tl, triton
 from . import nvfp4
@@ -64,11 +65,14 @@ def _store_words(codes, slot, mask, words_ptr, ROWS: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def _rounded(groups, largest, TO: tl.constexpr):
+def _rounded(groups, largest, TO: tl.constexpr, TWICE: tl.constexpr):
     """Return E4M3 scales in fp32 that make the largest number of each group of 16 equal to TO; the codes; and
     the squared errors.
     """
-    scale = tl.minimum(largest / TO, 448.0).to(tl.float8e4nv).to(tl.float32)
+    scale = tl.minimum(largest / TO, 448.0)
+    if TWICE:
+        scale = rounded_to_odd(scale)
+    scale = scale.to(tl.float8e4nv).to(tl.float32)
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     # Steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
     size = tl.minimum(tl.abs(groups * inverse[:, :, None]), 6.0)
@@ -87,12 +91,13 @@ def _nibbles(top: int, shifts: tuple[int, ...]) -> int:
 
 @triton.jit
 def _store_nvfp4(
-    x, slot, mask, words_ptr, scales_ptr, head_scale, ROWS: tl.constexpr, DIM: tl.constexpr
+    x, slot, mask, words_ptr, scales_ptr, head_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     groups = tl.reshape(x / head_scale, [ROWS, DIM // 16, 16])
     largest = tl.max(tl.abs(groups), axis=2)
-    scale, code, error = _rounded(groups, largest, 6.0)
-    other_scale, other_code, other_error = _rounded(groups, largest, 4.0)
+    scale, code, error = _rounded(groups, largest, 6.0, TWICE)
+    other_scale, other_code, other_error = _rounded(groups, largest, 4.0, TWICE)
     other = other_error < error
     scale = tl.where(other, other_scale, scale)
     code = tl.where(other[:, :, None], other_code, code)
@@ -118,7 +123,10 @@ def _store(
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     LOG_DIM: tl.constexpr, NVFP4: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys and values of TOKENS tokens, for one kv head."""
+    """Store the keys and values of TOKENS tokens, for one kv head.
+
+    NVFP4: 0 for int4; 2 where Triton rounds twice on the way to E4M3, as `kernels/e4m3.py` tells; else 1
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     ROWS: tl.constexpr = 2 * TOKENS
@@ -138,8 +146,8 @@ def _store(
         x = rotate(x, ROWS, DIM, LOG_DIM)
     if NVFP4:
         key_scale, value_scale = tl.load(head_scale_k_ptr + head), tl.load(head_scale_v_ptr + head)
-        _store_nvfp4(x, at, mask & ~is_value, words_k_ptr, scales_k_ptr, key_scale, ROWS, DIM)
-        _store_nvfp4(x, at, mask & is_value, words_v_ptr, scales_v_ptr, value_scale, ROWS, DIM)
+        _store_nvfp4(x, at, mask & ~is_value, words_k_ptr, scales_k_ptr, key_scale, ROWS, DIM, NVFP4 == 2)
+        _store_nvfp4(x, at, mask & is_value, words_v_ptr, scales_v_ptr, value_scale, ROWS, DIM, NVFP4 == 2)
     else:
         _store_int4(x, at, mask & ~is_value, words_k_ptr, scales_k_ptr, ROWS, DIM)
         _store_int4(x, at, mask & is_value, words_v_ptr, scales_v_ptr, ROWS, DIM)
@@ -163,12 +171,14 @@ def store_tokens(
     """Quantize and store key and value [T, H_kv, D]."""
     count, kv_heads, dim = key.shape
     tokens = 4 if count > LARGE else 1
-    pdl = compute_capability(key.device) >= (9, 0)
+    capability = compute_capability(key.device)
+    pdl = capability >= (9, 0)
     _store[(triton.cdiv(count, tokens), kv_heads)](
         key, value, slots, keys.words, values.words, keys.scales, values.scales,
         keys.head_scale, values.head_scale, count, key.stride(0), value.stride(0),
         KV_HEADS=kv_heads, PAGE=keys.words.shape[2], TOKENS=tokens, DIM=dim, LOG_DIM=log2(dim),
-        NVFP4=keys.is_nvfp4, ROTATED=rotated, PDL=pdl, num_warps=1 if tokens == 1 else 4, launch_pdl=pdl,
+        NVFP4=keys.is_nvfp4 * (2 if capability == CONVERTS_TWICE else 1), ROTATED=rotated, PDL=pdl,
+        num_warps=1 if tokens == 1 else 4, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def pretend(major: int, minor: int) -> None:
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler, driver
+    from triton.runtime.errors import OutOfResources
 
     knobs.runtime.override_arch = architecture
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
@@ -32,9 +33,7 @@ def pretend(major: int, minor: int) -> None:
     def leave_to_the_driver(self: Any, source: str, metadata: Any, options: Any, capability: int) -> bytes:
         """Instead of the assembler's code, the PTX itself."""
         if metadata["shared"] > limit:
-            raise RuntimeError(
-                f"{metadata['name']} takes {metadata['shared']} bytes of shared memory of {limit}"
-            )
+            raise OutOfResources(metadata["shared"], limit, f"shared memory of {metadata['name']}")
         if f".target sm_{major}{minor}" not in source:
             raise RuntimeError(f"{metadata['name']} was compiled for another architecture")
         return source.encode() + b"\0"

@@ -7,12 +7,14 @@ Call it before humming compiles anything. Not a bench by itself.
 
 import ctypes
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 MAJOR, MINOR, SHARED_KIB = 8, 0, 163
 
 
+@cache  # a second time, its program would start itself without end
 def pretend(folder: Path) -> None:
     """Compiled code is kept in `folder`, which processes may share. humming's own cache does not know for
     which GPU a file is.

@@ -9,7 +9,7 @@ same source; ours is compared with the faster of the two. INT4 is symmetric, whi
 
 Weights are rotated past the L2 cache, calls run in CUDA graphs, figures are medians of interleaved samples,
 and every answer is compared with float64. First comes the rate of mma.sync alone, which bounds what code for
-8.0 can reach with many rows.
+8.0 can reach with many rows. "plain bf16" is a product of unpacked bf16 weights as 8.0, in its fastest tile.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from scalegate.layouts.formats.nvfp4 import NVFP4, NVFP4Weight
 from scalegate.layouts.formats.weight_format import Weight, WeightFormat
 from scalegate.layouts.packing.all_layouts import LAYOUTS
 from scalegate.layouts.packing.layout import Problem
-from scalegate.tests.bench.kernels import older_gpu_humming
+from scalegate.tests.bench.kernels import older_gpu_gemlite, older_gpu_humming, older_gpu_plain
 from scalegate.tests.bench.kernels.linear import MODELS, exact_weight, geometric_mean
 from scalegate.tests.bench.kernels.older_gpu import pretend
 from torch import Tensor
@@ -54,6 +55,8 @@ FORMATS: dict[str, tuple[WeightFormat, str, tuple[torch.dtype, ...]]] = {
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MARLIN, HUMMING, GEMLITE = "marlin", "humming", "gemlite"
 PEERS = (MARLIN, HUMMING, GEMLITE)
+DTYPES_OF = {GEMLITE: (torch.float16,)}
+"""gemlite tunes for minutes, and adds splits of K faster in float16. Other peers run in both dtypes."""
 BASELINE = "cublas bf16"
 Call = Callable[[int], Tensor]
 
@@ -147,7 +150,9 @@ class Layer:
         self.dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
         self.multiply: dict[str, tuple[torch.dtype, Callable[[Tensor, int], Tensor]]] = {}
         self.errors: dict[int, dict[str, float]] = {}
-        for name, dtype in [(self.own, dtype) for dtype in dtypes] + list(itertools.product(peers, SHORT)):
+        self.plain = older_gpu_plain.PlainProduct(self.dense)
+        of_peers = [(peer, dtype) for peer in peers for dtype in DTYPES_OF.get(peer, tuple(SHORT))]
+        for name, dtype in [(self.own, dtype) for dtype in dtypes] + of_peers:
             try:
                 self._add(name, dtype)
             except Exception as error:
@@ -190,6 +195,9 @@ class Layer:
         for turn, m in enumerate([ms[0], *ms]):  # the first figures on a cold chip are thrown away
             x = torch.randn(m, self.k, device="cuda", dtype=torch.bfloat16)
             calls: dict[str, Call] = {BASELINE: partial(self._by_cublas, x)}
+            plain = self.plain.fastest(x, CALLS, MAX_ERROR["ours"])
+            if plain is not None:
+                calls[older_gpu_plain.NAME] = plain
             for name, (dtype, multiply) in self.multiply.items():
                 if self.errors[m][name] <= MAX_ERROR["ours" if name.startswith(self.own) else "others"]:
                     calls[name] = partial(multiply, x.to(dtype))
@@ -228,7 +236,7 @@ def tables(layers: list[list[dict[str, Any]]], own: str, peers: list[str]) -> li
 
     for name in names:
         lines.append(f"{name:<34}" + cells(lambda t, name=name: t[BASELINE] / t[name] if name in t else None))
-    for peer in peers:
+    for peer in [*peers, older_gpu_plain.NAME]:
         lines.append(f"{f'our best over best {peer}':<34}" + cells(lambda t, peer=peer: over(t, peer)))
     return lines
 
@@ -237,26 +245,42 @@ def compile_one(job: tuple[str, str, torch.dtype, str, int, Path]) -> None:
     """In a process of its own, so that compiled code is on disk for the one that measures."""
     form, name, dtype, shape, m, of_humming = job
     pretend(*CAPABILITY)
-    if name == HUMMING:
-        older_gpu_humming.pretend(of_humming)
     n, k = MODELS[MODEL][shape]
-    layout: Any = LAYOUTS[name]
+    layout: Any = LAYOUTS.get(name)
+    began = time.monotonic()
     try:
+        if name == older_gpu_plain.NAME:
+            older_gpu_plain.PlainProduct([torch.zeros(n, k, device="cuda", dtype=dtype)]).compile(m)
+            return
+        if name == HUMMING:
+            older_gpu_humming.pretend(of_humming)
+        if name == GEMLITE:
+            older_gpu_gemlite.pretend()
         packed = layout.pack(FORMATS[form][0].random(n, k, torch.device("cuda")), dtype)
         layout.matmul(torch.zeros(m, k, device="cuda", dtype=dtype), packed)
         torch.cuda.synchronize()
+        if name in PEERS:
+            print(f"{name} {SHORT[dtype]} {shape} M={m}: {time.monotonic() - began:.0f} s", flush=True)
     except Exception as error:  # which the process that measures meets again
         print(f"{form} {name} {SHORT[dtype]} {shape} M={m}: {str(error)[:200]}", flush=True)
 
 
-def compile_all(forms: list[str], ms: list[int], of_humming: Path | None) -> None:
+def compile_all(forms: list[str], ms: list[int], peers: list[str], of_humming: Path | None) -> None:
     """Ours for shapes with splits of K and without: its code depends on nothing else of them."""
     jobs = [
+        (forms[0], older_gpu_plain.NAME, torch.bfloat16, shape, m, of_humming)
+        for shape, m in itertools.product(("qkv", "gate_up"), ms)
+    ]
+    jobs += [
         (form, name, dtype, shape, m, of_humming)
         for form in forms
         for name, dtypes, shapes in [
             (FORMATS[form][1], FORMATS[form][2], ("qkv", "gate_up")),
-            *([(HUMMING, tuple(SHORT), tuple(MODELS[MODEL]))] if of_humming else []),
+            *(
+                (peer, DTYPES_OF.get(peer, tuple(SHORT)), tuple(MODELS[MODEL]))
+                for peer in peers
+                if peer != MARLIN
+            ),
         ]
         for dtype, shape, m in itertools.product(dtypes, shapes, reversed(ms))
     ]
@@ -311,18 +335,22 @@ def main() -> None:
     parser.add_argument("--m", default="1,8,16,32,64,128,256", help="comma-separated")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    began = time.monotonic()
     pretend(*CAPABILITY)  # before anything compiles
     ms, peers = [int(m) for m in options.m.split(",")], options.peers.split(",")
     of_humming = Path(tempfile.mkdtemp(prefix="humming-as-8.0-")) if HUMMING in peers else None
     if of_humming:
         older_gpu_humming.pretend(of_humming)
+    if GEMLITE in peers:
+        older_gpu_gemlite.pretend()
     if MARLIN in peers:
         torch.ops.load_library(options.marlin)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result["mma_sync_flops"] = mma_sync_rate()
     print(f"mma.sync alone: {result['mma_sync_flops'] / 1e12:.0f} TFLOP/s", flush=True)
     forms, shapes = options.formats.split(","), MODELS[MODEL]
-    compile_all(forms, ms, of_humming)
+    compile_all(forms, ms, peers, of_humming)
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     layers = {
         (form, shape): Layer(form, *shapes[shape], peers) for form, shape in itertools.product(forms, shapes)
     }

@@ -52,6 +52,9 @@ MOST_SPILLED = {
 keep more of them in registers from 10.0 on. What spills most are forms for float32, whose numbers take two
 registers where bf16's take one. The tiles were chosen by time on an H200 with 3.6."""
 
+TO_E4M3_BY_WAY_OF_FP16, TO_ODD = "cvt.rn.satfinite.e4m3x2.f16x2", ", -8192;"
+"""Triton's conversion of fp32 for 8.9, and the bits that `kernels/e4m3.py` clears before it."""
+
 launched = functools.cache(record)
 
 
@@ -73,6 +76,8 @@ def fault(launch: Launch, capability: int, shared_kib: int, scratch: Path) -> st
         return f"takes {kernel.metadata.shared} bytes of shared memory, of {shared_kib * 1024}"
     if re.search(rf"\.target sm_{capability}\w?,?\s", kernel.asm["ptx"]) is None:
         return "was compiled for another architecture"
+    if capability == 89 and TO_E4M3_BY_WAY_OF_FP16 in kernel.asm["ptx"] and TO_ODD not in kernel.asm["ptx"]:
+        return "rounds twice on the way to E4M3"
     folder = launch.kernel.fn.__module__.partition("kernels.")[2].partition(".")[0]
     spilled = stack_bytes(kernel, scratch)
     return f"spills {spilled} bytes" if spilled > MOST_SPILLED.get(folder, 0) else None

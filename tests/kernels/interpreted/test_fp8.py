@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from scalegate.kernels.e4m3 import CONVERTS_TWICE, rounded_to_odd
 from scalegate.kernels.fp8 import round_rows as rounding_module
 from scalegate.kernels.fp8.matmul import matmul
-from scalegate.kernels.fp8.round_rows import CONVERTS_TWICE, round_rows, rounded_to_odd
+from scalegate.kernels.fp8.round_rows import round_rows
 from scalegate.kernels.fp8.tiles import MORE_ROWS, semaphores_of, splits_of
 from scalegate.kernels.invariant_matmul import Tile
 from scalegate.kernels.triton_imports import tl, triton
