@@ -64,7 +64,15 @@ def test_a_part_that_is_perhaps_too_slow_passes_with_its_limits():
 
 def test_one_block_alone_decides_nothing():
     result = check_profile("rag", figures(side(prompt_s=9.0)), Bounds())
-    assert result.status == "pass" and "prompts 0.11×," in result.measured
+    assert result.status == "inconclusive" and "prompts 0.11×," in result.measured
+
+
+def test_blocks_that_hide_a_part_half_as_fast_decide_nothing():
+    """Noise that even a server as fast as the baseline cannot be told from a slow one in."""
+    loud = (side(prompt_s=noise) for noise in (0.5, 2.0, 0.6, 1.7))
+    result = check_profile("rag", figures(*loud), Bounds())
+    assert result.status == "inconclusive" and "that prompts may be 2 times slower" in result.reason
+    assert "decoding may" not in result.reason
 
 
 def test_few_steady_tokens_leave_decoding_unknown():
