@@ -57,6 +57,9 @@ BEFORE_S = 240.0
 gets its time by what a verdict has taken."""
 # The zoo is of faults that no noise hides; seven percent on a busy machine is the gate's own bench's affair.
 BOUNDS = replace(Bounds(), throughput_floor=0.5)
+# With AMX the sound artifact reads prompts 1.4 times as fast as its baseline: four times slower is then .4,
+# and on a busier machine nearly .5, which the limits of four blocks cannot tell from that floor.
+PROFILE_BOUNDS = replace(BOUNDS, throughput_floor=0.8)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Zoo:
         artifact: Endpoint | None = None,
         workload: WorkloadSettings = WORKLOAD,
         in_use: bool = False,
+        bounds: Bounds = BOUNDS,
     ) -> Judgement:
         """The real gate on the artifact's server with this fault, or on another server in its place.
 
@@ -89,7 +93,7 @@ class Zoo:
                 self.baseline,
                 GateRun(
                     workload,
-                    BOUNDS,
+                    bounds,
                     self.text.token_ids,
                     self.text.token_text,
                     StageClock(shown=False, _started=time.monotonic() - BEFORE_S),
@@ -116,9 +120,9 @@ class Zoo:
             together=served.together,
             in_use=scored_in_use(served, self.score),
             at_rest=served.at_rest,
-            diagnoses={point.m: "" for point in curve_of(served.measured, workload, BOUNDS)},
+            diagnoses={point.m: "" for point in curve_of(served.measured, workload, bounds)},
         )
-        return judge(evidence, workload, BOUNDS)
+        return judge(evidence, workload, bounds)
 
 
 def scored_in_use(served: RunFigures, score: TextScorer) -> FiguresInUse | None:
@@ -169,7 +173,9 @@ def judged_with(zoo: Zoo, fault: Fault, run: int) -> Judgement:
     """The real gate on the artifact's server with this fault, under the load that shows it."""
     # What is rare may not happen in the seconds that a curve takes on a fast machine.
     in_use = fault.in_use or fault.rare
-    return zoo.judged(fault.name, workload=replace(workload_for(fault), seed=2 + run), in_use=in_use)
+    bounds = BOUNDS if fault.profile is None else PROFILE_BOUNDS
+    workload = replace(workload_for(fault), seed=2 + run)
+    return zoo.judged(fault.name, workload=workload, in_use=in_use, bounds=bounds)
 
 
 def not_passed(judgement: Judgement) -> dict[str, str]:
