@@ -1,25 +1,30 @@
 """Sound artifacts through all of `pipeline validate`, with fresh seeds: none may fail, nine in ten must pass.
 
     python -P tests/bench/gate/sound_runs.py --runs 30 [--only int4 kvarn] [--hybrid HYBRID] [--keep FOLDER]
+    python -P tests/bench/gate/sound_runs.py --join RESULT.json…
 
 The bundled checkpoint in four forms, and a hybrid if there is one, each at three loads (prompt tokens and
 answer tokens of a request): the runs take the pairs in turn. Each is quantized once, by its recipe with
 BOUNDS, since KVarN and long prompts are slower than the release policy allows on a CPU. HYBRID is a
-checkpoint that `tests/bench/engine/train_hybrid.py` has trained. `--keep` keeps each verdict by the name of
-its row, for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
+checkpoint that `tests/bench/engine/train_hybrid.py` has trained. `--first-run 5 --runs 1` is the sixth alone,
+so that runs can be divided among machines; `--join` puts their results together. `--keep` keeps each verdict
+by the name of its row, for `power.py`. Exit status 1 where one failed, or fewer than nine in ten passed.
 """
 
 import argparse
 import itertools
+import json
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scalegate.base.atomic_files import write_json
 from scalegate.base.errors import UserError
+from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.commands.validate import validate
 from scalegate.serving_check.adapters.all_engines import DEFAULT_ENGINE
@@ -45,24 +50,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--first-run", type=int, default=0)
+    parser.add_argument("--join", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--only", nargs="+", choices=FORMS)
     parser.add_argument("--hybrid", type=Path, help="a folder that train_hybrid.py wrote")
     parser.add_argument("--keep", type=Path, help="a folder for the verdicts")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
+    if options.join:
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in options.join]
+        rows = sorted((row for result in found for row in result["runs"]), key=lambda row: row["run"])
+        write_json(options.out, {"environment": found[0]["environment"], "runs": rows})
+        conclude(rows)
     sources = dict.fromkeys(FORMS, CHECKPOINT) | {"hybrid": options.hybrid}
     forms = options.only or [form for form, source in sources.items() if source]
     if any(sources[form] is None for form in forms):
         parser.error("the form hybrid needs --hybrid")
     environment = vars(describe_environment("cpu", "auto", DEFAULT_ENGINE, DEFAULT_ENGINE))
     rows: list[dict[str, Any]] = []
+    pairs = list(itertools.product(forms, LOADS))
+    runs = range(options.first_run, options.first_run + options.runs)
+    needed = {pairs[index % len(pairs)][0] for index in runs}
     with tempfile.TemporaryDirectory() as work:
-        artifacts = {form: made(form, sources[form], Path(work)) for form in forms}
-        pairs = itertools.cycle(itertools.product(forms, LOADS))
-        for index, (form, load) in zip(range(options.runs), pairs, strict=False):
-            rows.append(run_once(artifacts[form], sources[form], form, load, options.keep, index))
+        artifacts = {form: made(form, sources[form], Path(work)) for form in sorted(needed)}
+        for index in runs:
+            form, load = pairs[index % len(pairs)]
+            row = run_once(artifacts[form], sources[form], form, load, options.keep, index)
+            rows.append({"run": index} | row)
             print(sentence(rows[-1]), flush=True)
             write_json(options.out, {"environment": environment, "runs": rows})
+    conclude(rows)
+
+
+def conclude(rows: Sequence[dict[str, Any]]) -> NoReturn:
+    """Print how often each status was reached, and exit."""
     counts = Counter(row["status"] for row in rows)
     print(dict(counts))
     sys.exit(counts["fail"] + counts["refused"] > MOST_FAILED or counts["pass"] < LEAST_PASSED * len(rows))
@@ -72,6 +93,7 @@ def made(form: str, source: Path, work: Path) -> Path:
     recipe = work / f"{form}.yaml"
     recipe.write_text(FORMS[form] + "".join(f"{name}: {value}\n" for name, value in BOUNDS.items()))
     quantize(source, recipe, out=work / form, progress=False)
+    layout(work / form, progress=False)
     return work / form
 
 
