@@ -108,11 +108,18 @@ class WorkloadSettings:
         """Return the given and the drawn Ms, ascending."""
         return tuple(sorted({*self.ms, *self.ms_between}))
 
+    @property
+    def with_short_answers(self) -> "WorkloadSettings":
+        """Return the settings with a quarter of the output tokens, for blocks that only prompts are judged
+        by."""
+        short = max(self.output_len // SHORTER, min(self.output_len, LEAST_SHORT))
+        return replace(self, output_len=short)
+
     def at(self, m: int) -> "WorkloadSettings":
         """Return the settings with the requests sent at `m`: shorter requests if `m` was drawn."""
         if m in self.ms:
             return self
-        output_len = max(self.output_len // SHORTER, min(self.output_len, LEAST_SHORT))
+        output_len = self.with_short_answers.output_len
         input_len = max(1, self.input_len * output_len // self.output_len)
         return replace(self, input_len=input_len, output_len=output_len)
 

@@ -134,9 +134,26 @@ def prompt_decisions_of(
     measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
 ) -> dict[int, Decision]:
     """Return the decision on prompts alone, at every M at which they are judged by themselves."""
-    levels = [level for level in measured if parts_apart(level, workload).prompts]
+    levels = [level.of_prompts for level in measured if parts_apart(level, workload).prompts]
     test = sequential_test(measured, workload, floor)
     return _decided_by_m(levels, workload, test, prompts_per_second)
+
+
+def ms_open_for_prompts(
+    measured: Sequence[MeasuredM], workload: WorkloadSettings, floor: float
+) -> frozenset[int]:
+    """Return the Ms at which all has passed except prompts, so that further blocks need no long answers."""
+    whole = decisions_of(measured, workload, floor)
+    steady = steady_decisions_of(measured, workload, floor)
+    prompts = prompt_decisions_of(measured, workload, floor)
+    return frozenset(
+        level.m
+        for level, decision in zip(measured, whole, strict=True)
+        if level.m in prompts
+        and not prompts[level.m].final
+        and decision.status == "pass"
+        and (level.m not in steady or steady[level.m].status == "pass")
+    )
 
 
 def _decided_by_m(

@@ -6,7 +6,7 @@ The verdict keeps the measurements, so that its readers can judge again. `interl
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..settings import DOCUMENTED
 from ..statistics.decide import GROUP, block_log_ratio
@@ -147,6 +147,17 @@ class MeasuredM:
     blocks: list[Block] = field(default_factory=list)
     warmups: list[Block] = field(default_factory=list)
     """Shorter repeats before the first block, enough to tell that an M is hopeless."""
+    prompt_blocks: list[Block] = field(default_factory=list)
+    """Blocks with shorter answers, after everything but the speed of prompts was decided."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.blocks) + len(self.prompt_blocks)
+
+    @property
+    def of_prompts(self) -> "MeasuredM":
+        """Return the level with all blocks that show how fast prompts are read."""
+        return replace(self, blocks=[*self.blocks, *self.prompt_blocks], prompt_blocks=[])
 
     @property
     def artifact(self) -> list[Repeat]:

@@ -11,7 +11,12 @@ from ...base.progress import progress_bar
 from ...base.stage_clock import StageClock, in_words
 from ..adapters import Endpoint
 from ..checks.stalls import surely_stalls
-from ..evidence.curve import binding_decisions_of, rival_decisions_of, sequential_test
+from ..evidence.curve import (
+    binding_decisions_of,
+    ms_open_for_prompts,
+    rival_decisions_of,
+    sequential_test,
+)
 from ..evidence.measurement import Block, MeasuredM, Repeat
 from ..settings import Bounds, WorkloadSettings
 from ..statistics.decide import (
@@ -103,13 +108,15 @@ def _decide(
     bar = progress_bar(total=len(measured), desc="deciding", unit="M", shown=clock.shown)
     with bar:
         settled = servers.settled_against_rival(measured)
+        of_prompts: frozenset[int] = frozenset()
         for blocks in range(1, test.max_blocks + 1):
             for level, decision in zip(measured, decisions, strict=True):
                 known = decision.final and level.m in settled
-                if known or len(level.blocks) >= blocks or _given_up(decisions, blocks):
+                if known or level.rounds >= blocks or _given_up(decisions, blocks):
                     continue
                 bar.set_postfix_str(f"M={level.m} block {blocks}")
-                if not servers.run_block(level):
+                run = servers.run_prompt_block if level.m in of_prompts else servers.run_block
+                if not run(level):
                     return binding_decisions_of(measured, servers.workload, test.floor)
             if blocks not in test.looks:
                 continue
@@ -119,6 +126,7 @@ def _decide(
                     bar.update()
                     clock.say(_sentence(level.m, new))
             settled = servers.settled_against_rival(measured)
+            of_prompts = ms_open_for_prompts(measured, servers.workload, test.floor) & settled
             if all(
                 decision.final and level.m in settled
                 for level, decision in zip(measured, decisions, strict=True)
@@ -139,7 +147,7 @@ def _decide_in_groups(
     decisions = binding_decisions_of(measured, servers.workload, test.floor)
     for group in range(1, test.of_groups.max_blocks + 1):
         undecided = [level for level, decision in zip(measured, decisions, strict=True) if not decision.final]
-        if max(len(level.blocks) for level in undecided) + GROUP > test.max_blocks:
+        if max(level.rounds for level in undecided) + GROUP > test.max_blocks:
             break
         restart()
         for level in undecided:
@@ -225,9 +233,17 @@ class Servers:
 
     def run_block(self, level: MeasuredM, restarts: int = 0) -> bool:
         """Add a block to `level`; return false if a request failed, which leaves the block unfinished."""
-        index = len(level.blocks)
+        index = level.rounds
         block = self._block(index, workload_spec(self.workload, level.m, self.text, index))
         level.blocks.append(replace(block, restarts=restarts))
+        return not block.errors
+
+    def run_prompt_block(self, level: MeasuredM) -> bool:
+        """Add a block with short answers to `level`; return false if a request failed."""
+        spec = workload_spec(self.workload.with_short_answers, level.m, self.text, level.rounds)
+        block = self._block(level.rounds, spec)
+        # A failed request ends the measuring, whichever repeat it was in.
+        (level.blocks if block.errors else level.prompt_blocks).append(block)
         return not block.errors
 
     def run_together(self, level: MeasuredM) -> None:

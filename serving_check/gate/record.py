@@ -126,8 +126,11 @@ def _of_the_settings(verdict: Verdict) -> list[str]:
     if tuple(level.m for level in measured) != workload.measured_ms:
         problems.append("its repeats are at other Ms than its workload asks for, or its seed draws")
     for level in measured:
-        if len(level.blocks) > workload.max_blocks or not all(
-            _as_asked(repeat, level.m, workload) for repeat in (*level.artifact, *level.baseline)
+        short = [repeat for block in level.prompt_blocks for repeat in (*block.artifact, *block.baseline)]
+        if (
+            level.rounds > workload.max_blocks
+            or not all(_as_asked(repeat, level.m, workload) for repeat in (*level.artifact, *level.baseline))
+            or not all(_as_asked(repeat, level.m, workload.with_short_answers) for repeat in short)
         ):
             problems.append(f"the repeats at M={level.m} do not match its workload")
         elif verdict.status == "pass" and not _is_whole(level):
@@ -163,9 +166,8 @@ def _as_asked(repeat: Repeat, m: int, workload: WorkloadSettings) -> bool:
 
 
 def _is_whole(measured: MeasuredM) -> bool:
-    return bool(measured.blocks) and all(
-        len(block.artifact) == len(block.baseline) == 1 for block in measured.blocks
-    )
+    blocks = measured.of_prompts.blocks
+    return bool(measured.blocks) and all(len(block.artifact) == len(block.baseline) == 1 for block in blocks)
 
 
 def _same(left: Any, right: Any) -> bool:

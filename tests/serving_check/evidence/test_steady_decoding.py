@@ -1,12 +1,13 @@
 """Decoding and prompts are judged by themselves, by what they take of the time: one part hides the other."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 from scalegate.base.stage_clock import StageClock
 from scalegate.serving_check.checks.part_throughput import DECODING, PROMPTS
-from scalegate.serving_check.evidence.curve import decisions_of, sequential_test
+from scalegate.serving_check.evidence.curve import decisions_of, prompt_decisions_of, sequential_test
 from scalegate.serving_check.evidence.measurement import Block, MeasuredM
 from scalegate.serving_check.evidence.parts import parts_apart
 from scalegate.serving_check.evidence.prefill_time import prefill_seconds
@@ -20,7 +21,15 @@ from scalegate.serving_check.settings import Bounds, WorkloadSettings
 from scalegate.serving_check.statistics.decide import LOOKS
 from scalegate.serving_check.workload import RequestRecord, WorkloadResult, WorkloadSpec
 
-from ..gate_samples import ARTIFACT, BASELINE, answered, load_result, sample_evidence, sample_verdict
+from ..gate_samples import (
+    ARTIFACT,
+    BASELINE,
+    answered,
+    load_result,
+    measured_m,
+    sample_evidence,
+    sample_verdict,
+)
 
 LOAD = WorkloadSettings((1, 8), input_len=4096)
 READING, STEPS = 0.5, 64
@@ -80,6 +89,51 @@ def test_nothing_is_said_where_requests_hardly_ever_decode_at_once():
     spec = WorkloadSpec(m=2, num_requests=2, input_len=8, output_len=64)
     assert steady_decoding(WorkloadResult(spec, 2.0, tuple(one_after_another), (), None, 0)) is None
     assert steady_decoding(load_result(8, 100.0)) is None
+
+
+def read_at_once(spec: WorkloadSpec, step: float, reading: float) -> WorkloadResult:
+    """All M prompts are read in `reading` seconds, then all decode."""
+    itls = (step,) * (spec.output_len - 1)
+    record = RequestRecord(0.0, reading, itls, reading + sum(itls), spec.output_len, spec.input_len)
+    result = load_result(spec.m, spec.m * spec.output_len / record.e2el, output_len=spec.output_len)
+    return replace(result, spec=spec, requests=(record,) * spec.m, duration=record.e2el)
+
+
+@pytest.mark.parametrize(("speed", "status"), [(1.0, "pass"), (0.7, "fail")])
+def test_blocks_that_only_prompts_need_have_short_answers(speed: float, status: str):
+    load, generator = WorkloadSettings((1, 8)), random.Random(3)
+
+    def run(endpoint, spec):
+        reading = 0.5 * math.exp(generator.gauss(0, 0.15))
+        ours = endpoint == ARTIFACT
+        return read_at_once(spec, 0.003 if ours else 0.01, reading / speed if ours else reading)
+
+    servers = Servers(ARTIFACT, BASELINE, load, list(range(500)), Repeats(run, ARTIFACT, BASELINE, None))
+    found, decisions = measure(servers, Bounds(), StageClock(shown=False))
+    assert {decision.status for decision in decisions} >= {status}
+    level = max(found, key=lambda level: len(level.prompt_blocks))
+    assert level.prompt_blocks and len(level.blocks) >= LOOKS[0]
+    short = [repeat for block in level.prompt_blocks for repeat in block.repeats]
+    assert {repeat.output_tokens for repeat in short} == {16 * level.m}
+    assert {repeat.output_tokens for repeat in level.artifact} == {64 * level.m}
+    assert decisions_of(found, load, 0.93)[found.index(level)].status == "pass", "whole requests keep up"
+    prompts = prompt_decisions_of(found, load, 0.93)[level.m]
+    assert prompts.status == status or prompts.status == "inconclusive"
+    assert prompts.blocks > len(level.blocks)
+
+
+def test_short_answers_in_a_verdict_are_as_short_as_they_should_be():
+    def problems(output_len: int) -> list[str]:
+        verdict = sample_verdict({1: 1.2, 8: 1.2})
+        one, eight = verdict.evidence.measured
+        short = measured_m(8, 1.2, blocks=3, output_len=output_len).blocks
+        found = (one, replace(eight, prompt_blocks=short))
+        return contradictions(
+            judged_again(replace(verdict, evidence=replace(verdict.evidence, measured=found)))
+        )
+
+    assert not problems(16)
+    assert any("M=8 do not match" in problem for problem in problems(64))
 
 
 def measured(step: float, reading: float = READING, base: float = READING) -> tuple[MeasuredM, ...]:
