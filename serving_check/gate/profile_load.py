@@ -17,7 +17,6 @@ from ..workload.profile_plan import ProfileShape, plan_profile, shape_of_profile
 from .in_use import (
     BLOCKS,
     FIRST_DEADLINE_S,
-    LEAST_SECONDS,
     SEED_OF_BLOCKS,
     LoadInUse,
     PlannedProfile,
@@ -32,6 +31,8 @@ PROFILE_SHARE = 0.12
 long: on two idle cores both servers take four times as long to answer them."""
 MOST_OF_PROFILE = 0.5
 """The time for a profile with its trial block, as a share of the time until then."""
+LEAST_PROFILE_S = 1.6
+"""The least number of seconds over which the requests of a block arrive, before it is cut."""
 LEAST_SHARE = 0.1
 """The least share of its requests to which a profile is cut."""
 SEED_OF_PROFILE = SEED_OF_BLOCKS + BLOCKS
@@ -58,7 +59,7 @@ class ProfileLoad:
 
         elapsed: seconds that the run has taken so far; a profile takes a share of this
         """
-        seconds = max(LEAST_SECONDS, PROFILE_SHARE * elapsed / (2 * PROFILE_BLOCKS))
+        seconds = max(LEAST_PROFILE_S, PROFILE_SHARE * elapsed / (2 * PROFILE_BLOCKS))
         begun = time.monotonic()
         run_open_loop(baseline, self._block(PROFILE_BLOCKS, self._shape(seconds)), FIRST_DEADLINE_S)
         shape = self._shape(seconds * share_of_requests(time.monotonic() - begun, elapsed))

@@ -71,6 +71,7 @@ def test_a_sound_server_passes_a_short_load_with_requests_of_every_kind(
     for module, name, short in [
         (in_use, "BLOCKS", 1),
         (in_use, "LEAST_SECONDS", 0.3),
+        (in_use, "LEAST_REQUESTS", 1),
         (at_rest, "FIRST_REQUESTS", 20),
         (at_rest, "MOST_IN_A_PART", 20),
         (at_rest, "SEEN_REQUESTS", 0),

@@ -8,9 +8,9 @@ recorded, so that the noise is the machine's, and puts a fault of one size into 
     power_of_repeats.py   pauses, and slow requests, in the repeats of the curve
     power_in_use.py       a load as in use, and a look at rest: slow Ms, wrong text, drift, memory kept
 
-A row says in which share of the runs the check that is for the fault failed (`named`), and in which the
-verdict was no pass (`caught`: any check, inconclusive included). A row of no fault tells false alarms.
-Sampling has a characteristic of its own (`sampling_characteristic.py`).
+`--of` takes the faults of one of the two alone. A row says in which share of the runs the check that is for
+the fault failed (`named`), and in which the verdict was no pass (`caught`: any check, inconclusive included).
+A row of no fault tells false alarms. Sampling has a characteristic of its own (`sampling_characteristic.py`).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from scalegate.tests.bench.gate import power_in_use, power_of_repeats
 from scalegate.tests.bench.gate.simulated_fault import SimulatedFault
 
 RESULT = Path(__file__).parents[1] / "results" / "gate" / "power.json"
-FAULTS = [*power_of_repeats.FAULTS, *power_in_use.FAULTS]
+FAULTS = {"repeats": power_of_repeats.FAULTS, "in-use": power_in_use.FAULTS}
 
 
 def row_of(fault: SimulatedFault, verdicts: Sequence[Verdict], runs: int) -> dict[str, Any]:
@@ -46,13 +46,17 @@ def row_of(fault: SimulatedFault, verdicts: Sequence[Verdict], runs: int) -> dic
     }
 
 
-def rows_of(verdicts: Sequence[Verdict], runs: int, processes: int) -> Iterator[dict[str, Any]]:
+def rows_of(
+    of: Sequence[str], verdicts: Sequence[Verdict], runs: int, processes: int
+) -> Iterator[dict[str, Any]]:
+    places = [(part, index) for part in of for index in range(len(FAULTS[part]))]
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(_row, range(len(FAULTS)), [verdicts] * len(FAULTS), [runs] * len(FAULTS))
+        yield from pool.map(_row, places, [verdicts] * len(places), [runs] * len(places))
 
 
-def _row(index: int, verdicts: Sequence[Verdict], runs: int) -> dict[str, Any]:
-    return row_of(FAULTS[index], verdicts, runs)
+def _row(place: tuple[str, int], verdicts: Sequence[Verdict], runs: int) -> dict[str, Any]:
+    part, index = place
+    return row_of(FAULTS[part][index], verdicts, runs)
 
 
 def described(verdict: Verdict) -> dict[str, Any]:
@@ -80,12 +84,13 @@ def main() -> None:
     )
     parser.add_argument("verdicts", type=Path, nargs="+", metavar="VERDICT")
     parser.add_argument("--runs", type=int, default=200, help="of each fault")
+    parser.add_argument("--of", choices=FAULTS, nargs="+", default=list(FAULTS))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     verdicts = [read(path) for path in options.verdicts]
     rows = []
-    for row in rows_of(verdicts, options.runs, options.processes):
+    for row in rows_of(options.of, verdicts, options.runs, options.processes):
         rows.append(row)
         print(sentence(row), flush=True)
         write_json(options.out, {"recorded": [described(verdict) for verdict in verdicts], "rows": rows})

@@ -316,8 +316,9 @@ def test_a_load_as_in_use_is_sent_to_one_server_after_the_other(
     counting, monkeypatch: pytest.MonkeyPatch, step_s: float
 ):
     """Each is warmed up if it was started for it; an artifact that is slow in use alone fails."""
-    for module in (in_use, profile_load):
-        monkeypatch.setattr(module, "LEAST_SECONDS", 0.3)
+    for module, name in ((in_use, "LEAST_SECONDS"), (profile_load, "LEAST_PROFILE_S")):
+        monkeypatch.setattr(module, name, 0.3)
+    monkeypatch.setattr(in_use, "LEAST_REQUESTS", 1)
     monkeypatch.setattr(at_rest, "FIRST_REQUESTS", 20)
     monkeypatch.setattr(at_rest, "MOST_IN_A_PART", 20)
     load = WorkloadSettings((1, 4), 16, 8, max_blocks=LEAST_BLOCKS, seed=1, profile="chat")
