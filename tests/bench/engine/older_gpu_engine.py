@@ -7,8 +7,9 @@
 Each engine is WHAT@CAPABILITY in a process of its own: weights in bf16 or INT4, or a KV format with weights
 in bf16. All warm up at once, then take turns at every N; a figure is the best of its repeats. The table has
 each engine's tokens a second, these over the first engine's, and how much they grow from the smallest N to
-the largest. Exit status 1 where anything was compiled once an engine was warm. The weights are random, INT4
-in groups of 128, the output layer in bf16. cuBLAS runs as on Hopper for all. Not for HTTP.
+the largest. 9.0-apart is 9.0 where no kernel begins while the one ahead runs. Exit status 1 where anything
+was compiled once an engine was warm. The weights are random, INT4 in groups of 128, the output layer in bf16.
+cuBLAS runs as on Hopper for all. Not for HTTP.
 """
 
 import argparse
@@ -25,7 +26,7 @@ INPUT_LEN, OUTPUT_LEN = 32, 512
 AT_ONCE = (1, 16, 64, 128)
 INT4 = "int4"
 BF16 = "bf16"
-ITSELF = "9.0"
+ITSELF, APART = "9.0", "9.0-apart"
 
 
 class EngineProcess:
@@ -59,7 +60,9 @@ class EngineProcess:
 def serve(name: str, options: argparse.Namespace) -> None:
     """The engine's process: a line of JSON once it is warm, and one for each N that it is asked."""
     what, _, capability = name.partition("@")
-    if options.device == "cuda" and capability != ITSELF:
+    if options.device == "cuda" and capability == APART:
+        launch_apart()
+    elif options.device == "cuda" and capability != ITSELF:
         from scalegate.tests.bench.kernels.older_gpu import pretend
 
         pretend(*map(int, capability.split(".")))
@@ -76,6 +79,19 @@ def serve(name: str, options: argparse.Namespace) -> None:
             print(json.dumps({"tok_s": speed, "compiled": compiled}), file=answers, flush=True)
 
 
+def launch_apart() -> None:
+    """Begin no kernel before the one ahead has ended, which an older GPU cannot do either."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    initialize = CudaLauncher.__init__
+
+    def initialize_apart(launcher: Any, *arguments: Any, **options: Any) -> None:
+        initialize(launcher, *arguments, **options)
+        launcher.launch_pdl = False
+
+    CudaLauncher.__init__ = initialize_apart
+
+
 def warm_engine(what: str, capability: str, options: argparse.Namespace) -> Any:
     # Only now, since torch and Triton have been told what GPU they find.
     import torch
@@ -88,7 +104,7 @@ def warm_engine(what: str, capability: str, options: argparse.Namespace) -> Any:
     if options.device == "cuda":
         model = merged(model)
     if what == INT4:
-        model = quantized(model, "swap_ab" if capability == ITSELF else "int4_portable")
+        model = quantized(model, "swap_ab" if capability in (ITSELF, APART) else "int4_portable")
         torch.cuda.empty_cache()
     length = INPUT_LEN + options.output_len
     config = EngineOptions(
