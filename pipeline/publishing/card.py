@@ -24,13 +24,15 @@ from ..records.engine_commands import TEXT_CLASS, TRANSFORMERS, VLLM, VLLM_FAILS
 from ..records.sensitivity_table import plain_weights
 from ..report.names import BADGE_NAME
 from ..report.profile_table import profile_table
-from ..report.table import held_out_text
+from ..report.table import held_out_text, versions_of
 from .bundle import report_files
 from .card_metadata import HUB, front_matter, licence_files, licence_of
 from .card_phrases import (
     baseline_phrase,
     calibration_phrase,
     engine_phrase,
+    is_served_by_plugin,
+    kernels_phrase,
     quantization_phrase,
     size_phrase,
     states_phrase,
@@ -169,7 +171,9 @@ def _measured(folder: Path, artifact: Artifact, verdict: Verdict) -> dict[str, A
         "platform": environment.platform,
         "cpu_count": environment.cpu_count,
         "dtype": environment.dtype,
-        "versions": versions_phrase(environment.versions),
+        "versions": versions_of(environment),
+        "kernels": kernels_phrase(verdict),
+        "served_by_plugin": is_served_by_plugin(verdict),
     }
 
 

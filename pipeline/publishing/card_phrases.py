@@ -10,6 +10,7 @@ from ..records.artifact import Artifact
 from .markdown import code
 
 UNKNOWN = "not known"
+PLUGIN = "scalegate-kernels"
 MEMORY_GB = 10
 """Of which the card says how many requests it holds."""
 
@@ -28,6 +29,16 @@ def engine_phrase(verdict: Verdict) -> str:
         for name in (verdict.environment.engine, verdict.environment.baseline_engine)
     )
     return ours if ours == theirs else f"{ours}, the baseline's on {theirs}"
+
+
+def kernels_phrase(verdict: Verdict) -> str:
+    """Return the kernels that the log of the artifact's server names, without the plugin's lines."""
+    return ", ".join(line for line in verdict.artifact.kernels if not line.startswith(PLUGIN))
+
+
+def is_served_by_plugin(verdict: Verdict) -> bool:
+    """Say whether the artifact's server multiplied with our kernels inside another engine."""
+    return any(line.startswith(f"{PLUGIN} serves ") for line in verdict.artifact.kernels)
 
 
 def size_phrase(count: int) -> str:

@@ -4,7 +4,7 @@ import textwrap
 
 from ...serving_check.evidence.curve import took_turns
 from ...serving_check.evidence.task_scores import TaskScore
-from ...serving_check.evidence.verdict import CurvePoint, Verdict
+from ...serving_check.evidence.verdict import CurvePoint, Environment, Verdict
 from ...serving_check.gate.policy import first_lines_of
 from .profile_table import ProfileTable, profile_table
 
@@ -124,6 +124,18 @@ def _servers(curve: tuple[CurvePoint, ...]) -> list[str]:
         )
         rows.append(f"{point.m:>5}" + "".join(f" {cell:>13}" for cell in cells))
     return rows
+
+
+def versions_of(environment: Environment) -> str:
+    """Return the versions here, and those in the environments of other engines."""
+    found = {"": environment.versions} | {
+        f"in the environment of {engine}: ": versions
+        for engine, versions in environment.engine_versions.items()
+    }
+    return "; ".join(
+        where + ", ".join(f"{name} {version}" for name, version in versions.items())
+        for where, versions in found.items()
+    )
 
 
 def held_out_text(verdict: Verdict) -> str:

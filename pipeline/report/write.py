@@ -19,7 +19,7 @@ from .headline import headline_of
 from .names import BADGE_NAME, PAGE_NAME, PLOT_TITLES, RATIO_NAME
 from .plots import draw_plots
 from .profile_table import profile_table
-from .table import baseline_dtype, held_out_text, side_by_side, with_error
+from .table import baseline_dtype, held_out_text, side_by_side, versions_of, with_error
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
 STYLE = Path(__file__).parent / "page.css"
@@ -102,7 +102,6 @@ def _without_evidence(verdict: Verdict) -> dict[str, Any]:
 
 def _settings(verdict: Verdict) -> list[tuple[str, str]]:
     environment, workload = verdict.environment, verdict.workload
-    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     engine = environment.engine
     if environment.baseline_engine != engine:
         engine += f" (baseline: {environment.baseline_engine})"
@@ -110,7 +109,7 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
         ("Device", f"{environment.device}; {environment.cpu_count} CPUs; {environment.platform}"),
         ("Engine", f"{engine}, {environment.dtype}; the baseline in {baseline_dtype(verdict)}"),
         ("Servers", side_by_side(verdict)),
-        ("Versions", versions),
+        ("Versions", versions_of(environment)),
         (
             "Workload",
             f"closed loop, {workload.input_len} tokens in, {workload.output_len} out, "
@@ -125,6 +124,7 @@ def _settings(verdict: Verdict) -> list[tuple[str, str]]:
         ("Artifact bytes", f"sha256 {verdict.artifact.bytes_digest}"),
         ("Layout plan", f"sha256 {verdict.artifact.layout_plan_sha256 or 'none'}"),
         ("Layouts", ", ".join(f"{n} × {name}" for name, n in verdict.artifact.layouts.items()) or "none"),
+        *([("Kernels in its log", "; ".join(verdict.artifact.kernels))] if verdict.artifact.kernels else []),
         ("Baseline bytes", f"sha256 {verdict.baseline.bytes_digest}"),
         ("Measured", f"{verdict.created}, in {verdict.duration_seconds:.0f} s"),
         ("Of that", ", ".join(f"{part} {taken:.1f} s" for part, taken in verdict.seconds_by_part.items())),

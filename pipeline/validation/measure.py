@@ -110,10 +110,16 @@ def _verdict(
     baseline_as_here: bool,
 ) -> Verdict:
     figures = results.findings.figures
+    kernels, baseline_kernels = results.served.kernels
     return Verdict(
         status=judgement.status,
-        artifact=_artifact_subject(run, figures.loaded.layouts if artifact_as_here else {}),
-        baseline=_baseline_subject(run, figures.baseline_loaded.layouts if baseline_as_here else {}),
+        artifact=replace(
+            _artifact_subject(run, figures.loaded.layouts if artifact_as_here else {}), kernels=kernels
+        ),
+        baseline=replace(
+            _baseline_subject(run, figures.baseline_loaded.layouts if baseline_as_here else {}),
+            kernels=baseline_kernels,
+        ),
         rival=_rival_subject(run),
         checks=judgement.checks,
         curve=judgement.curve,
@@ -165,7 +171,14 @@ def _environment(run: Run, dtype: str, baseline_dtype: str) -> Environment:
         baseline_engine,
         recorded_options(engine, run.artifact, run.served_options, dtype, run.placement),
         recorded_options(baseline_engine, run.baseline, run.baseline_options, baseline_dtype, run.placement),
+        _engine_versions(engine, baseline_engine),
     )
+
+
+def _engine_versions(*engines: str) -> dict[str, dict[str, str]]:
+    """Return the versions of the engines that have an environment of their own."""
+    found = {engine: dict(engine_named(engine).versions()) for engine in engines}
+    return {engine: versions for engine, versions in found.items() if versions}
 
 
 def _look(run: Run, keep_models: bool) -> "Findings":

@@ -36,6 +36,8 @@ class Endpoint:
     """Whether a request may ask for token ids beside the text, as in vLLM and our server."""
     from_log: Callable[[], Mapping[str, float]] = field(default=dict, compare=False)
     """Figures that the server writes only to its log, by the names of their series."""
+    kernels: Callable[[], tuple[str, ...]] = field(default=tuple, compare=False)
+    """The kernels that the server's log names."""
     takes_repetition_penalty: bool = True
     """Whether a request may turn off the repetition penalty of the model's `generation_config.json`."""
     resident_bytes: Callable[[], int | None] = field(default=lambda: None, compare=False)

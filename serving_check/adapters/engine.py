@@ -4,7 +4,7 @@ There is one file in this folder for each engine; `all_engines.py` registers the
 and functions, and starts no server.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -96,6 +96,8 @@ class Engine:
     options: frozenset[str]
     """The fields of EngineOptions and Placement that the engine supports; if a user gives any other, it is
     refused."""
+    versions: Callable[[], Mapping[str, str]] = dict
+    """The versions of the packages in the engine's own environment; empty if it runs in ours or elsewhere."""
     card_command: Callable[[str, str | None], CardCommand | None] = lambda model, method: None
     """The command that serves `model`, a Hub id or a folder, quantized by `method`; None if there is none."""
     kv_cache_words: Callable[[str], Sequence[str] | None] = lambda kv_format: ()

@@ -1,18 +1,38 @@
 """The shared part of engines by other projects: a command on PATH, a port, and options for the KV format."""
 
+import functools
+import json
+import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...base.errors import UserError
-from ...base.installed import installed_version
 from ..engine.options import AUTO, UNQUANTIZED
 from .engine import Availability, ServerJob
 from .placement import only_these
 from .subprocess_endpoint import SubprocessEndpoint, Telemetry
 
 LOOPBACK = "127.0.0.1"
+INTERPRETER = re.compile(rb"\A#!\s*([^\s]*python[^\s]*)|\A#!/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"")
+"""The first lines of a script that pip has written; the second form is for long paths."""
+PACKAGES = ("torch", "triton", "transformers", "compressed-tensors", "flashinfer-python", "scalegate-kernels")
+"""Packages of an engine's environment that a figure may depend on, beside the engine's own."""
+ASK_VERSIONS = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+ASK_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +56,15 @@ class ExternalCommand:
         found = shutil.which(self.command)
         if found is None:
             return Availability(False, f"no `{self.command}` command on PATH", self.install)
-        version = installed_version(self.command)
+        version = self.versions().get(self.command)
         return Availability(True, found if version is None else f"{found}, {version}")
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of the engine and of `PACKAGES` in the environment that the command runs in;
+        empty if the command does not say which interpreter runs it.
+        """
+        found = shutil.which(self.command)
+        return {} if found is None else versions_beside(found, self.command)
 
     def kv_cache_words(self, kv_format: str) -> tuple[str, ...] | None:
         """Return the words that select a KV format; None if the engine does not support the format."""
@@ -91,6 +118,28 @@ class ExternalCommand:
             progress=job.progress,
             telemetry=telemetry,
         )
+
+
+@functools.cache
+def versions_beside(script: str, engine: str) -> Mapping[str, str]:
+    """Ask the Python that runs `script` for the versions of `engine` and of `PACKAGES`; empty if it cannot be
+    asked.
+    """
+    try:
+        with Path(script).open("rb") as file:
+            match = INTERPRETER.match(file.read(4096))
+        if match is None:
+            return {}
+        python = next(filter(None, match.groups())).decode()
+        asked = subprocess.run(
+            [python, "-c", ASK_VERSIONS, engine, *PACKAGES],
+            capture_output=True,
+            timeout=ASK_SECONDS,
+            check=True,
+        )
+        return {str(name): str(version) for name, version in json.loads(asked.stdout).items()}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
 
 
 def free_port() -> int:

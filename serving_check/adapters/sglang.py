@@ -122,6 +122,7 @@ SGLANG = Engine(
     title="SGLang",
     server=_server,
     availability=COMMAND.availability,
+    versions=COMMAND.versions,
     series=SERIES,
     options=frozenset({"dtype", "max_num_seqs", "max_model_len", "kv_cache_tokens", "kv_cache_dtype"})
     | PLACEMENT,

@@ -49,6 +49,8 @@ class LogReader:
     cause."""
     series: Callable[[Path], Mapping[str, float]] = lambda log: {}
     """Figures from the log, as `/metrics` would contain them."""
+    kernels: Callable[[Path], tuple[str, ...]] = lambda log: ()
+    """The kernels that the log names."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,14 @@ class SubprocessEndpoint:
             base_url = self._wait_until_ready()
             model = first_model(base_url, self.api_key)
             from_log = functools.partial(self.telemetry.log.series, self.log)
+            kernels = functools.partial(self.telemetry.log.kernels, self.log)
             return Endpoint(
                 base_url,
                 model,
                 self.api_key,
                 self.telemetry.series,
                 from_log=from_log,
+                kernels=kernels,
                 resident_bytes=self.resident_bytes,
                 metrics_renewal_s=self.telemetry.renewal_s,
                 processes=self.processes,

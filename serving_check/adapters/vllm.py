@@ -10,7 +10,7 @@ from .external_command import ExternalCommand
 from .placement import PLACEMENT
 from .series import VLLM_SERIES
 from .subprocess_endpoint import LogReader, SubprocessEndpoint, Telemetry
-from .vllm_log import COMPILATIONS, compilations_in, ending_of, failure_of, stage_of
+from .vllm_log import COMPILATIONS, compilations_in, ending_of, failure_of, kernels_in, stage_of
 
 KV_FORMATS = ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4")
 """The KV formats that vLLM 0.26 supports under the same names as Scalegate."""
@@ -20,7 +20,7 @@ INVARIANT, INVARIANT_VARIABLE = "pin", "VLLM_BATCH_INVARIANT"
 SHARE, KV_CACHE = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
 TELEMETRY = Telemetry(
     replace(VLLM_SERIES, compilations=COMPILATIONS),
-    log=LogReader(stage_of, failure_of, ending_of, compilations_in),
+    log=LogReader(stage_of, failure_of, ending_of, compilations_in, kernels_in),
 )
 
 
@@ -57,6 +57,7 @@ VLLM = Engine(
     title="vLLM",
     server=_server,
     availability=COMMAND.availability,
+    versions=COMMAND.versions,
     series=TELEMETRY.series,
     options=frozenset(
         {"dtype", "max_num_seqs", "max_model_len", "kv_cache_dtype", "jit_monitor", "batch_invariance"}

@@ -1,4 +1,4 @@
-"""Reads vLLM's log: the progress of a start, the reason of a failure, and compilations while it served.
+"""Reads vLLM's log: the progress of a start, the reason of a failure, the kernels that serve, compilations.
 
 The known lines are the lines that vLLM 0.26 logs; all other lines are ignored.
 """
@@ -61,6 +61,11 @@ FAILURES = (
         "this vLLM has no attention kernel for the model on this GPU: use a newer one, or --engine embedded",
     ),
     (
+        r"Failed to find a kernel that can implement[^\n]*Reasons: *"
+        r"(?:\n[^\n]*(?:Kernel\w*:| cannot implement | disabled by | requires capability )[^\n]*)*",
+        "this vLLM has no kernel for a layer on this device: use another --export, or --engine embedded",
+    ),
+    (
         r"[^\n]*no kernel image is available[^\n]*|[^\n]*Failed to find a kernel that can implement[^\n]*|"
         r"[^\n]*undefined symbol[^\n]*|ModuleNotFoundError: [^\n]*|ImportError: [^\n]*",
         "this vLLM was built without a kernel that the model needs on this GPU: install one that was built "
@@ -89,6 +94,11 @@ ENDINGS = (
 """Patterns for a server that the machine ended. If a request makes an engine core fail, the core reports this
 before it exits, so its exit is not called unexpected."""
 
+LINE_BEGINNING = re.compile(r"(?m)^\(\w[^()\n]* pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]\n]*\] ?)?")
+KERNELS = re.compile(
+    r"(?:Using|Selected) (\w+(?:Kernel|Experts))\b|Using (\w+ attention backend)|(scalegate-kernels [^\n]+)"
+)
+"""Lines about the kernels that vLLM chose, and all lines of the plugin `scalegate-kernels`."""
 MONITORED = "JIT monitor activated"
 COMPILED = re.compile(r"(\S[^:\n\]]*?) (?:JIT )?compilation during inference: ([^.(\s]+)")
 AUTOTUNED = re.compile(r"Triton autotuning for function ([^,\s]+),")
@@ -96,8 +106,21 @@ AUTOTUNED = re.compile(r"Triton autotuning for function ([^,\s]+),")
 
 
 stage_of = functools.partial(last_stage, STAGES)
-failure_of = functools.partial(first_failure, FAILURES)
 ending_of = functools.partial(first_failure, ENDINGS)
+
+
+def failure_of(log: str) -> str | None:
+    """Return the cause of a failed start and a remedy, without what vLLM puts before each line."""
+    return first_failure(FAILURES, LINE_BEGINNING.sub("", log))
+
+
+def kernels_in(path: Path) -> tuple[str, ...]:
+    """Return the kernels that the log at `path` names and what the plugin says, each once, in their order."""
+    try:
+        log = path.read_text(errors="replace")
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(next(filter(None, match.groups())) for match in KERNELS.finditer(log)))
 
 
 def compilations_in(path: Path) -> Mapping[str, float]:

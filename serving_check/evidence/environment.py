@@ -30,6 +30,7 @@ def describe_environment(
     baseline_engine: str,
     engine_options: dict[str, OptionValue] | None = None,
     baseline_engine_options: dict[str, OptionValue] | None = None,
+    engine_versions: dict[str, dict[str, str]] | None = None,
 ) -> Environment:
     """Return the environment of a measurement on this machine, now."""
     return Environment(
@@ -42,6 +43,7 @@ def describe_environment(
         cpu_count=os.cpu_count() or 1,
         engine_options=engine_options,
         baseline_engine_options=baseline_engine_options,
+        engine_versions=engine_versions or {},
     )
 
 

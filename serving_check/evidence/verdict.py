@@ -205,6 +205,9 @@ class Subject:
     other_inputs: tuple[str, ...] = ()
     """The inputs that the model takes besides text, such as `images`. None were sent, so they were not
     judged."""
+    kernels: tuple[str, ...] = ()
+    """The kernels that the engine's log names, and the lines of the plugin `scalegate-kernels` in it; empty
+    for an engine whose log is not read for them."""
     stored_as: str | None = None
     """The form from which a baseline's weights were converted to 16 bits, such as `FP8, one scale`; else
     null."""
@@ -228,6 +231,9 @@ class Environment:
     null instead of all options stands for a server that was running already."""
     baseline_engine_options: dict[str, OptionValue] | None = None
     """The options of the baseline's server."""
+    engine_versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    """For each engine with an environment of its own, the versions of its packages there; `versions` are
+    those of Scalegate's environment."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class RunFigures:
     """The layers packed by the artifact's server, and by the baseline's."""
     packed_on: tuple[str | None, str | None] = (None, None)
     """The device models for which the servers packed their layers; None if a server does not say."""
+    kernels: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """The kernels that the logs of the artifact's server and the baseline's name."""
     emulated: tuple[EmulatedProducts, ...] = ()
     """What any of the servers emulates."""
     texts: list[ServedText] = field(default_factory=list)
@@ -163,6 +165,7 @@ def serve_and_measure(
         compiled=(compilations(said, artifact.series), compilations(artifact.metrics(), artifact.series)),
         packed=(packed_layers(said, artifact.series), packed_layers(baseline_said, baseline.series)),
         packed_on=(packed_on(said, artifact.series), packed_on(baseline_said, baseline.series)),
+        kernels=(artifact.kernels(), baseline.kernels()),
         emulated=emulated,
         texts=repeats.texts_to_score(),
         repeated=repeated,
@@ -378,6 +381,7 @@ def serve_in_turns(servers: TakingTurns, sides: Sequence[str], run: GateRun) -> 
             packed_layers(said[BASELINE], baseline.series),
         ),
         packed_on=(packed_on(said[ARTIFACT], artifact.series), packed_on(said[BASELINE], baseline.series)),
+        kernels=(artifact.kernels(), baseline.kernels()),
         emulated=tuple(sorted(emulated, key=lambda products: sides.index(products.side))),
         texts=repeats.texts_to_score(),
         in_use=in_use,

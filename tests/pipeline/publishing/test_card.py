@@ -427,3 +427,22 @@ def test_the_command_of_a_card_names_a_profile_that_its_recipe_does_not_state(ar
     assert "--profile rag" in card_of(artifact, verdict=asked)
     stated = Artifact.read(artifact).recipe | {"profile": "rag"}
     assert "--profile" not in card_of(artifact, verdict=asked, recipe=stated)
+
+
+def test_a_verdict_on_another_engine_says_its_versions_its_kernels_and_whether_the_plugin_served(artifact):
+    given = passing_verdict(Artifact.read(artifact))
+    versions = {"vllm": {"vllm": "0.26.0", "torch": "2.11.0", "triton": "3.6.0"}}
+    environment = replace(given.environment, engine="vllm", engine_versions=versions)
+    plugin_line = "scalegate-kernels serves int4 g128 sym 4096x4096 bfloat16: 2.1 times as fast as Machete"
+    kernels = ("MacheteLinearKernel", "scalegate-kernels leaves int8 g128 4096x4096 to vLLM: not measured")
+
+    def card(kernels):
+        subject = replace(given.artifact, kernels=kernels)
+        return card_of(artifact, verdict={"environment": environment, "artifact": subject})
+
+    alone, served = card(kernels), card(("ScalegateLinearKernel", plugin_line))
+    assert "in the environment of vllm: vllm 0.26.0, torch 2.11.0, triton 3.6.0" in alone
+    assert "server names: MacheteLinearKernel." in alone and "ScalegateLinearKernel." in served
+    assert "the plugin `scalegate-kernels` brings" not in alone and "leaves int8" not in alone
+    assert "the plugin `scalegate-kernels` brings" in served
+    assert "log of this model's server" not in card(())

@@ -1,6 +1,7 @@
 """`pipeline validate --engine vllm`: what the command is given, and how its failures end, with a stand-in."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -42,7 +43,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A `vllm` on PATH; the file in which its words are found."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "vllm").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P "{STAND_IN}" "$@"\n')
+    child = [sys.executable, "-P", str(STAND_IN)]
+    start = f"import os, sys\nos.execv(sys.executable, {child} + sys.argv[1:])"
+    (folder / "vllm").write_text(f"#!{sys.executable}\n{start}\n")
     (folder / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setenv("STAND_IN_WORDS", str(tmp_path / "words.txt"))
@@ -81,6 +84,8 @@ def test_a_verdict_on_two_vllm_servers(
     assert verdict.environment.engine_options["engine_args"] == "--block-size 32"
     assert "--engine-args '--block-size 32'" in verdict.command
     assert not verdict.artifact.layouts, "vLLM runs its own kernels"
+    assert verdict.artifact.kernels == verdict.baseline.kernels == ("StandInLinearKernel",)
+    assert verdict.environment.engine_versions["vllm"]["torch"] == metadata.version("torch")
     status = {check.name: check.status for check in verdict.checks}
     assert status["compilations in traffic"] == "pass"
     assert verdict.evidence.by_layers

@@ -28,6 +28,7 @@ def main() -> None:
     if fault == "hang":
         time.sleep(600)
     print("INFO Kernel JIT monitor activated; monitored JIT compilations", flush=True)
+    print("INFO Using StandInLinearKernel for CompressedTensorsWNA16", flush=True)
     kept = [part for at, word in enumerate(words) if word in KEPT for part in words[at : at + 2]]
     command = [sys.executable, "-P", "-m", "scalegate.pipeline", "serve", words[1], *kept, "--device", "cpu"]
     os.execv(sys.executable, command)

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 from scalegate.serving_check.adapters.vllm import VLLM
-from scalegate.serving_check.adapters.vllm_log import COMPILATIONS, compilations_in, failure_of, stage_of
+from scalegate.serving_check.adapters.vllm_log import (
+    COMPILATIONS,
+    compilations_in,
+    failure_of,
+    kernels_in,
+    stage_of,
+)
 from scalegate.serving_check.checks.compilations import check_compilations, compilations
 
 PREFIX = "(EngineCore pid=1) "
@@ -96,3 +102,38 @@ def test_compilations_are_counted_from_the_log_and_fail_the_check(tmp_path: Path
     log.write_text(activated + tuned)
     tuning = compilations(dict(compilations_in(log)), VLLM.series)
     assert "_scan_kernel" in check_compilations(before, tuning).reason
+
+
+def test_a_refusal_of_a_layer_is_quoted_with_all_its_reasons():
+    stamp = "(EngineCore_DP0 pid=12) ERROR 11-28 12:00:00 [core.py:1064] "
+    error = (
+        "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: ",
+        "ScalegateLinearKernel requires capability 90, current compute  capability is 80",
+        " MacheteLinearKernel cannot implement due to: Machete only supported on Hopper",
+        " MarlinLinearKernel disabled by environment variable",
+        "and no reason",
+    )
+    found = failure_of(TRACEBACK + "".join(f"{stamp}{line}\n" for line in error) + LAST)
+    assert found is not None
+    assert all(line.strip().replace("  ", " ") in found for line in error[1:4])
+    assert "EngineCore" not in found and "no reason" not in found and "--export" in found
+
+
+def test_kernels_and_the_plugins_lines_are_read_once_each(tmp_path: Path):
+    log = tmp_path / "log.txt"
+    assert kernels_in(log) == ()
+    served = "scalegate-kernels serves int4 g128 sym 24576x4096 bfloat16: 1.53 times as fast as Machete"
+    log.write_text(
+        "INFO [a.py:1] Using ScalegateLinearKernel for CompressedTensorsWNA16\n"
+        f"INFO [serving.py:32] {served}\n"
+        "INFO [a.py:1] Using ScalegateLinearKernel for CompressedTensorsWNA16\n"
+        "INFO [b.py:1] Selected CutlassFP8ScaledMMLinearKernel for Fp8LinearMethod\n"
+        "INFO [cuda.py:483] Using FLASH_ATTN attention backend out of potential backends: ('FLASH_ATTN',).\n"
+        "INFO [c.py:1] Using cache directory /root/.cache\n"
+    )
+    assert kernels_in(log) == (
+        "ScalegateLinearKernel",
+        served,
+        "CutlassFP8ScaledMMLinearKernel",
+        "FLASH_ATTN attention backend",
+    )
