@@ -26,7 +26,7 @@ from .int4_pages import MOST_WIDENED, Step, attend, memory_shape, pages_in, prom
 from .interface import logger
 
 KV_DTYPE = "int4_per_token_head"
-SERVED = f"keys and values in {KV_DTYPE}"
+SERVED = f"{cache_key.KEYS_AND_VALUES}{KV_DTYPE}"
 HEAD_SIZES = [64, 128, 256]
 PAGE = 64
 """Tokens in a page: as many as the decode kernel reads at a time."""

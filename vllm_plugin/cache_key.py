@@ -11,7 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("base", "kernels", "layouts", "vllm_plugin")
-"""All folders of the wheel."""
+"""All folders of the wheel that serve inside vLLM."""
+KEYS_AND_VALUES = "keys and values in "
+"""How the names in `SERVED` of formats of keys and values begin."""
 SERVED: set[str] = set()
 """The kinds of layers that this process serves. Another GPU may be told to serve others."""
 

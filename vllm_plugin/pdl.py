@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from torch import distributed
-
 from ..kernels import inductor_pdl
 from . import cache_key
-from .choice import LAYOUTS
 from .interface import CompilerOptions, logger
 
 
@@ -33,10 +30,9 @@ def with_pdl(options: CompilerOptions) -> Iterator[CompilerOptions]:
 
 
 def is_measured() -> bool:
-    """Say whether this process serves linear layers and nothing else, on one GPU."""
-    several = distributed.is_initialized() and distributed.get_world_size() > 1
+    """Say whether this process serves linear layers or experts, and no keys and values."""
     served = cache_key.SERVED
-    return bool(served) and not several and all(kind.split()[0] in LAYOUTS for kind in served)
+    return bool(served) and not any(kind.startswith(cache_key.KEYS_AND_VALUES) for kind in served)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The graphs of models whose linear layers we serve are compiled with programmatic dependent launch.
+"""Graphs of models whose linear layers or experts we serve are compiled with programmatic dependent launch.
 
 What Inductor writes then is in `tests/kernels/test_inductor_pdl.py`.
 """
@@ -6,7 +6,6 @@ What Inductor writes then is in `tests/kernels/test_inductor_pdl.py`.
 import importlib
 
 import pytest
-import torch
 from scalegate.kernels import inductor_pdl
 from scalegate.tests.vllm_plugin import stand_in
 
@@ -52,19 +51,21 @@ def test_a_model_that_is_not_served_is_compiled_as_before(vllm, open_while_compi
     assert open_while_compiling == vllm.log == []
 
 
-@pytest.mark.parametrize("more", ["128 experts, top 8 int4 g128 sym 2048 768", "keys and values in int4"])
-def test_what_pdl_was_not_measured_with_is_compiled_as_before(served, open_while_compiling, more):
-    importlib.import_module("scalegate.vllm_plugin.cache_key").SERVED.add(more)
+@pytest.mark.parametrize("experts", ["128 experts, top 8 int4 g128 sym 2048 768"])
+def test_experts_are_compiled_with_pdl_alone_and_beside_linear_layers(served, open_while_compiling, experts):
+    known = importlib.import_module("scalegate.vllm_plugin.cache_key").SERVED
+    known.add(experts)
+    assert served.compiler().compile(*ASKED) != ASKED
+    known.intersection_update({experts})
+    assert served.compiler().compile(*ASKED) != ASKED
+    assert open_while_compiling == [1, 1]
+
+
+def test_what_pdl_was_not_measured_with_is_compiled_as_before(served, open_while_compiling):
+    attention = importlib.import_module("scalegate.vllm_plugin.attention")
+    importlib.import_module("scalegate.vllm_plugin.cache_key").SERVED.add(attention.SERVED)
     assert served.compiler().compile(*ASKED) == ASKED
     assert open_while_compiling == []
-
-
-def test_several_gpus_are_compiled_for_as_before(served, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert served.compiler().compile(*ASKED) == ASKED
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    assert served.compiler().compile(*ASKED) != ASKED
 
 
 def test_what_the_user_has_set_stays(served):
