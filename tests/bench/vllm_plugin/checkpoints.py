@@ -126,6 +126,53 @@ CONVENTIONS = {
 }
 
 
+PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point")
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantized(tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    """The weight [n, k] that a layer in INT4 or NVFP4 of compressed-tensors stands for."""
+    packed, scale = tensors["weight_packed"], tensors["weight_scale"].to(dtype)
+    bits = torch.arange(0, 8 * packed.itemsize, 4, device=packed.device, dtype=packed.dtype)
+    codes = (packed[..., None] >> bits & 15).flatten(1).long()
+    if "weight_global_scale" in tensors:
+        values = torch.tensor(E2M1, dtype=dtype, device=packed.device)[codes]
+        scale = scale / tensors["weight_global_scale"].to(scale)
+    elif (zeros := tensors.get("weight_zero_point")) is not None:
+        zeros = (zeros[:, None] >> bits[:, None] & 15).flatten(0, 1)
+        values = (codes - zeros.repeat_interleave(codes.shape[1] // zeros.shape[1], 1)).to(dtype)
+    else:
+        values = (codes - 8).to(dtype)
+    return values * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+
+
+def float32_model(folder: Path, device: str = "cuda") -> Any:
+    """The dense model of a checkpoint in transformers, with the weights that it stands for."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["quantization_config"]
+    config = Qwen3Config(**fields)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    names = dict(model.named_parameters())
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt", device=device) as file:
+            found = {name: file.get_tensor(name) for name in list(file.keys())}
+        for name in found:
+            layer, _, part = name.rpartition(".")
+            if name in names:
+                names.pop(name).data.copy_(found[name])
+            elif part == "weight_packed":
+                parts = {key: found.get(f"{layer}.{key}") for key in PARTS}
+                weight = dequantized({key: t for key, t in parts.items() if t is not None}, torch.float32)
+                names.pop(f"{layer}.weight").data.copy_(weight)
+    if names:
+        raise SystemExit(f"{folder.name}: no weights for {', '.join(names)}")
+    return model
+
+
 def write_checkpoint(
     folder: Path, shape: str, convention: str, dtype: str, layers: int | None = None
 ) -> None:

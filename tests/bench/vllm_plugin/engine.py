@@ -3,11 +3,14 @@
     python -P tests/bench/vllm_plugin/engine.py --out OUT --formats int4-sym nvfp4 --n 1 8 32 128
     python -P tests/bench/vllm_plugin/engine.py --out OUT --formats gptq awq int8 --layers 4 --n 1
     python -P tests/bench/vllm_plugin/engine.py --out OUT --server sglang --n 1 16 64
+    python -P tests/bench/vllm_plugin/engine.py --out OUT --sides plugin fp8-kv int4-kv --lengths 2048x128
+    python -P tests/bench/vllm_plugin/engine.py --out OUT --sides plugin int4-kv --model DIR --texts IDS
 
 For an environment with that server and the wheel `scalegate-kernels`. Each engine is a process of its own,
-offline, on a random checkpoint (`checkpoints.py`). As many formats start at once as fit. Both sides share
-vLLM's compile cache, so graphs of one must not reach the other. They measure in turns: alone, plugin, plugin,
-alone; of several formats that started at once, each has its first turn before any has its second.
+offline, on a random checkpoint (`checkpoints.py`) or on that of `--model`. As many formats start at once as
+fit. All sides share vLLM's compile cache, so graphs of one must not reach another. They measure in turns:
+alone, plugin, plugin, alone; of several formats that started at once, each has its first turn before any has
+its second. The table compares every side with the first one.
 """
 
 import argparse
@@ -23,15 +26,36 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scalegate.tests.bench.random_qwen3 import SHAPES, random_prompts
-from scalegate.tests.bench.vllm_plugin.checkpoints import CONVENTIONS, write_checkpoint
+from scalegate.tests.bench.random_qwen3 import SHAPES
+from scalegate.tests.bench.vllm_plugin import step_times
+from scalegate.tests.bench.vllm_plugin.checkpoints import CONVENTIONS, float32_model, write_checkpoint
+from scalegate.tests.bench.vllm_plugin.engine_table import Row, print_rest, print_speeds
 
-SIDES = {"alone": "0", "plugin": "1"}
-"""Values of SCALEGATE_KERNELS."""
-Row = dict[str, Any]
+
+@dataclass(frozen=True)
+class Side:
+    """kernels: the value of SCALEGATE_KERNELS; arguments: vLLM's; kv: bytes of a token, bf16's are 1."""
+
+    kernels: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    kv: float = 1
+
+
+INT4_KV = {"kv_cache_dtype": "int4_per_token_head"}
+SIDES = {
+    "alone": Side("0"),
+    "plugin": Side("1"),
+    "no-pdl": Side("1", {"inductor": {"triton.enable_pdl": False}}),
+    "fp8-kv": Side("1", {"kv_cache_dtype": "fp8"}, 0.5),
+    "int4-kv": Side("1", {**INT4_KV, "attention_backend": "CUSTOM"}, 0.27),
+    "vllm-int4-kv": Side("1", {**INT4_KV, "attention_backend": "TRITON_ATTN"}, 0.27),
+    "float32": Side("0"),
+}
+"""`float32` is transformers with the weights that the format stands for, and only scores texts."""
 TOLD = (
     "scalegate-kernels",
     "LinearKernel",
@@ -52,7 +76,9 @@ SGLANG = {
 }
 """How SGLang runs without FlashAttention 3 and FlashInfer."""
 TEXTS, TEXT_TOKENS = 8, 256
-"""Of the random prompts whose log-probabilities are compared."""
+"""Of the random prompts whose log-probabilities are compared, as many as are scored at once."""
+PROFILED = 24
+"""Tokens of the answers whose steps are profiled."""
 
 
 def main() -> None:
@@ -62,9 +88,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--server", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--model", type=Path, help="a checkpoint instead of random ones")
+    parser.add_argument("--texts", type=Path, help="a list of lists of token ids to score, in JSON")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["alone", "plugin"])
     parser.add_argument("--formats", nargs="+", choices=CONVENTIONS, default=["int4-sym"])
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
@@ -85,9 +113,13 @@ def main() -> None:
     parser.add_argument(
         "--traffic", type=int, default=0, help="requests of mixed lengths for each engine with the plugin"
     )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="numbers of requests")
+    parser.add_argument("--random-texts", type=int, default=TEXTS, help="how many are scored")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.model:
+        options.formats = [options.model.name]
     if options.child:
         run_engine(options)
     else:
@@ -102,7 +134,29 @@ def workload(length: str, numbers: list[int]) -> tuple[int, int, list[int]]:
 
 
 def folder_of(options: argparse.Namespace, convention: str) -> Path:
-    return options.models / f"{options.shape}-{options.layers or 'all'}-{convention}-{options.dtype}"
+    random_one = f"{options.shape}-{options.layers or 'all'}-{convention}-{options.dtype}"
+    return options.model or options.models / random_one
+
+
+def fields_of(options: argparse.Namespace) -> dict[str, Any]:
+    if options.model:
+        return json.loads((options.model / "config.json").read_text())
+    return SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
+
+
+def random_prompts(options: argparse.Namespace, n: int, length: int, seed: int) -> list[list[int]]:
+    import torch
+
+    generator, most = torch.Generator().manual_seed(seed), fields_of(options)["vocab_size"]
+    return torch.randint(0, most, (n, length), generator=generator).tolist()
+
+
+def texts_of(options: argparse.Namespace) -> list[list[int]]:
+    """Return what is scored; the first random texts are the same for any number of them."""
+    if options.texts:
+        return json.loads(options.texts.read_text())
+    seeds = range(TEXTS, TEXTS - options.random_texts // -TEXTS)
+    return [text for seed in seeds for text in random_prompts(options, TEXTS, TEXT_TOKENS, seed)]
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -111,7 +165,8 @@ def compare(options: argparse.Namespace) -> None:
     for convention in options.formats:
         started = time.monotonic()
         folder = folder_of(options, convention)
-        write_checkpoint(folder, options.shape, convention, options.dtype, options.layers)
+        if not options.model:
+            write_checkpoint(folder, options.shape, convention, options.dtype, options.layers)
         print(f"{folder.name}: written in {time.monotonic() - started:.0f} s", flush=True)
     engines: dict[tuple[str, str], Engine] = {}
     # An engine that hangs is ended in time for the table.
@@ -120,7 +175,7 @@ def compare(options: argparse.Namespace) -> None:
     ending.start()
     for first in range(0, len(options.formats), options.together):
         some = options.formats[first : first + options.together]
-        group = {(each, side): Engine(options, each, side) for each in some for side in SIDES}
+        group = {(each, side): Engine(options, each, side) for each in some for side in options.sides}
         engines |= group
         for engine in group.values():
             engine.answer(ends)
@@ -134,7 +189,15 @@ def compare(options: argparse.Namespace) -> None:
         print(f"## {engine.name}")
         for line in dict.fromkeys(engine.told()):
             print(f"   {line}")
-    table(options, engines)
+    for convention in options.formats:
+        first, *others = (engines[convention, side] for side in options.sides)
+        for other in others:
+            starts = [row["start_s"] for engine in (first, other) for row in engine.rows if "start_s" in row]
+            told = " -> ".join(f"{seconds:.0f}" for seconds in starts)
+            print(f"# {first.name} -> {other.name}, {options.dtype}: start-up {told} s")
+            for length in options.lengths:
+                print_speeds(length, workload(length, options.n), first.rows, other.rows)
+            print_rest(other.name, other.compiled_in_traffic, first.rows, other.rows)
 
 
 def measure_turn(
@@ -145,13 +208,17 @@ def measure_turn(
     ends: float,
 ) -> None:
     for length in options.lengths:
-        for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+        for side in options.sides if turn % 2 == 0 else reversed(options.sides):
             group[convention, side].ask(f"measure {length}", ends)
     if turn == 0:
-        for side in SIDES:
+        for side in options.sides:
             group[convention, side].ask(f"score {options.scores}", ends)
+    if turn == options.turns - 1:
+        for n in options.profile:
+            for side in options.sides:
+                group[convention, side].ask(f"profile {n}", ends)
         if options.traffic:
-            group[convention, "plugin"].ask_for_traffic(options.traffic, ends)
+            group[convention, options.sides[1]].ask_for_traffic(options.traffic, ends)
 
 
 @contextlib.contextmanager
@@ -174,8 +241,8 @@ class Engine:
         self.results = options.out / f"{options.shape}-{convention}-{side}.jsonl"
         self.rows: list[Row] = []
         self.compiled_in_traffic: list[str] = []
-        environment = {**os.environ, "SCALEGATE_KERNELS": SIDES[side], "PYTHONUNBUFFERED": "1"}
-        child = [sys.executable, "-P", __file__, *sys.argv[1:], "--child", convention]
+        environment = {**os.environ, "SCALEGATE_KERNELS": SIDES[side].kernels, "PYTHONUNBUFFERED": "1"}
+        child = [sys.executable, "-P", __file__, *sys.argv[1:], "--child", convention, side]
         self.process = subprocess.Popen(
             child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             stderr=self.log.open("w"), start_new_session=True,
@@ -201,7 +268,7 @@ class Engine:
                     results.writelines(json.dumps(row) + "\n" for row in self.rows[-len(rows) :])
                 for row in rows:
                     if "logprobs" not in row:
-                        print(self.name, json.dumps(row), flush=True)
+                        print(self.name, json.dumps(row)[:600], flush=True)
                 return
             with self.log.open("a") as log:
                 log.write(line)
@@ -233,8 +300,10 @@ class Engine:
 def run_engine(options: argparse.Namespace) -> None:
     """The child: load an engine, then answer each line of the input."""
     started = time.perf_counter()
-    engine = SglangEngine(options) if options.server == "sglang" else VllmEngine(options)
-    answer_to = {"measure": engine.measure, "score": engine.score, "traffic": engine.traffic}
+    kinds = {"vllm": VllmEngine, "sglang": SglangEngine}
+    kind = Float32Engine if options.child[1] == "float32" else kinds[options.server]
+    engine = kind(options)
+    answer_to = {name: getattr(engine, name) for name in ("measure", "score", "profile", "traffic")}
     engine.seconds_of(2, 64, 8)
     print("ANSWER", json.dumps([{"start_s": time.perf_counter() - started}]), flush=True)
     for line in sys.stdin:
@@ -252,23 +321,33 @@ class VllmEngine:
         self.warm: set[tuple[str, int]] = set()
         most = max(n for *_, numbers in workloads for n in numbers)
         tokens = max((prompt + answer + 32) * max(numbers) for prompt, answer, numbers in workloads)
-        self.start(str(folder_of(options, options.child)), most, tokens)
+        self.start(folder_of(options, options.child[0]), most, tokens)
 
-    def start(self, folder: str, most: int, tokens: int) -> None:
+    def start(self, folder: Path, most: int, tokens: int) -> None:
         """Load the model for `most` requests at once, and `tokens` of theirs."""
         from vllm import LLM
 
-        options = self.options
+        options, side = self.options, SIDES[self.options.child[1]]
         sizes = sorted({*SIZES, 256, 512, *options.n})
+        arguments = {**side.arguments}
+        inductor = {"inductor_compile_config": arguments.pop("inductor", {})}
+        self.traces = options.out.absolute() / f"traces-{'-'.join(options.child)}"
+        if options.profile:
+            arguments["profiler_config"] = {
+                "profiler": "torch", "torch_profiler_dir": str(self.traces),
+                "torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False,
+            }  # fmt: skip
         self.llm = LLM(
-            model=folder, skip_tokenizer_init=True, dtype=options.dtype,
+            model=str(folder), skip_tokenizer_init=True, dtype=options.dtype,
             max_model_len=max(1024, self.longest + 8), max_num_seqs=most, max_num_batched_tokens=8192,
             enable_prefix_caching=False, seed=0, gpu_memory_utilization=0.1,
-            kv_cache_dtype=options.kv_cache_dtype,
             # Told, and not found by looking at what is free: other engines start at the same time.
-            kv_cache_memory_bytes=int(1.05 * bytes_a_token(options) * tokens) + 2**28,
-            tensor_parallel_size=options.tensor_parallel_size,
-            compilation_config={"cudagraph_capture_sizes": [n for n in sizes if n <= max(most, 512)]},
+            kv_cache_memory_bytes=int(1.05 * side.kv * bytes_a_token(options) * tokens) + 2**28,
+            tensor_parallel_size=options.tensor_parallel_size, **arguments,
+            compilation_config={
+                "cudagraph_capture_sizes": [n for n in sizes if n <= max(most, 512)],
+                **{name: value for name, value in inductor.items() if value},
+            },
         )  # fmt: skip
 
     def given(self, prompts: list[list[int]], tokens: list[int]) -> list[int]:
@@ -296,7 +375,7 @@ class VllmEngine:
         ]
 
     def seconds_of(self, n: int, prompt: int, answer: int) -> float:
-        prompts = random_prompts(n, prompt, self.options.shape)
+        prompts = random_prompts(self.options, n, prompt, n)
         begun = time.perf_counter()
         given = self.given(prompts, [answer] * n)
         seconds = time.perf_counter() - begun
@@ -316,10 +395,19 @@ class VllmEngine:
         return found
 
     def score(self, times: str) -> list[dict[str, Any]]:
-        texts = random_prompts(TEXTS, TEXT_TOKENS, self.options.shape)
-        found = [self.logprobs(texts) for _ in range(int(times))]
+        texts = texts_of(self.options)
+        batches = [texts[first : first + TEXTS] for first in range(0, len(texts), TEXTS)]
+        found = [[each for batch in batches for each in self.logprobs(batch)] for _ in range(int(times))]
         largest = [max(abs(a - b) for a, b in zip(found[0], each, strict=True)) for each in found[1:]]
         return [{"logprobs": found[0], "largest_when_scored_again": largest}]
+
+    def profile(self, n: str) -> list[dict[str, Any]]:
+        """Where the time of a step goes that decodes for n requests."""
+        self.seconds_of(int(n), 32, PROFILED)
+        self.llm.start_profile()
+        self.seconds_of(int(n), 32, PROFILED)
+        self.llm.stop_profile()
+        return [{"profiled": int(n), **step_times.of_newest(self.traces, PROFILED)}]
 
     def traffic(self, count: str) -> list[dict[str, Any]]:
         """Requests all at once, more than run together, of prompts and answers of many lengths."""
@@ -327,7 +415,7 @@ class VllmEngine:
         most = math.log2(self.longest - TRAFFIC_ANSWER)
         lengths = [int(2 ** drawn.uniform(0, most)) for _ in range(int(count))]
         tokens = [drawn.randint(1, TRAFFIC_ANSWER) for _ in lengths]
-        text = random_prompts(1, self.longest, self.options.shape)[0]
+        text = random_prompts(self.options, 1, self.longest, 1)[0]
         begun = time.perf_counter()
         given = self.given([text[:length] for length in lengths], tokens)
         whole = sum(map(int.__eq__, given, tokens))
@@ -337,12 +425,12 @@ class VllmEngine:
 class SglangEngine(VllmEngine):
     """The same with an SGLang engine, whose scheduler is a process of its own."""
 
-    def start(self, folder: str, most: int, tokens: int) -> None:
+    def start(self, folder: Path, most: int, tokens: int) -> None:
         from sglang import Engine as Sglang
 
         options = self.options
         self.llm = Sglang(
-            model_path=folder, skip_tokenizer_init=True, dtype=options.dtype, random_seed=0,
+            model_path=str(folder), skip_tokenizer_init=True, dtype=options.dtype, random_seed=0,
             context_length=max(1024, self.longest + 8), max_running_requests=most, max_total_tokens=tokens,
             # Of the memory that is free when it starts: other engines start at the same time.
             mem_fraction_static=0.5, chunked_prefill_size=8192, disable_radix_cache=True,
@@ -363,63 +451,35 @@ class SglangEngine(VllmEngine):
         return [logprob for each in answers for logprob, *_ in each["meta_info"]["input_token_logprobs"][1:]]
 
 
+class Float32Engine(VllmEngine):
+    """transformers in float32, with the weights that the checkpoint stands for; it measures no speed."""
+
+    def start(self, folder: Path, most: int, tokens: int) -> None:
+        self.model = float32_model(folder)
+
+    def seconds_of(self, n: int, prompt: int, answer: int) -> float:
+        return 0.0
+
+    def measure(self, length: str) -> list[dict[str, Any]]:
+        return []
+
+    def profile(self, n: str) -> list[dict[str, Any]]:
+        return []
+
+    def logprobs(self, texts: list[list[int]]) -> list[float]:
+        import torch
+
+        with torch.no_grad():
+            ids = torch.tensor(texts, device="cuda")
+            scores = self.model(ids).logits[:, :-1].log_softmax(-1)
+        return scores.gather(-1, ids[:, 1:, None]).flatten().tolist()
+
+
 def bytes_a_token(options: argparse.Namespace) -> int:
     """Return the bytes of a token's keys and values in 16 bits, on each GPU."""
-    fields = SHAPES[options.shape]
+    fields = fields_of(options)
     heads = fields["num_key_value_heads"] // options.tensor_parallel_size
-    return 2 * 2 * heads * fields["head_dim"] * (options.layers or fields["num_hidden_layers"])
-
-
-def table(options: argparse.Namespace, engines: dict[tuple[str, str], Engine]) -> None:
-    """Print speeds and their ratios to the server alone: the better of an engine's turns."""
-    for convention in options.formats:
-        alone, plugin = (engines[convention, side] for side in SIDES)
-        starts = [
-            next((row["start_s"] for row in engine.rows if "start_s" in row), math.nan)
-            for engine in (alone, plugin)
-        ]
-        print(f"# {convention} {options.dtype}: start-up {starts[0]:.0f} -> {starts[1]:.0f} s")
-        print_speeds(options, alone.rows, plugin.rows)
-        print_rest(plugin, alone.rows, plugin.rows)
-
-
-def print_speeds(options: argparse.Namespace, theirs: list[Row], ours: list[Row]) -> None:
-    for length in options.lengths:
-        for n in workload(length, options.n)[2]:
-            found = [
-                [row for row in side if (row.get("length"), row.get("n")) == (length, n)]
-                for side in (theirs, ours)
-            ]
-            if all(found):
-                speed = [max(row["tok_s"] for row in side) for side in found]
-                first = [min(row["first_s"] for row in side) * 1e3 for side in found]
-                print(
-                    f"  {length} N={n}: {speed[0]:.0f} -> {speed[1]:.0f} tok/s, {speed[1] / speed[0]:.3f}x; "
-                    f"first token {first[0]:.0f} -> {first[1]:.0f} ms"
-                )
-
-
-def print_rest(engine: Engine, theirs: list[Row], ours: list[Row]) -> None:
-    """Print what became of mixed traffic, and how far log-probabilities differ."""
-    for row in ours:
-        if "requests" in row:
-            print(
-                f"  {row['requests']} requests of mixed lengths in {row['seconds']:.0f} s: "
-                f"{row['whole']} whole; compiled: {engine.compiled_in_traffic or 'nothing'}"
-            )
-    for name, side in (("alone", theirs), (engine.name, ours)):
-        for row in side:
-            if again := row.get("largest_when_scored_again"):
-                told = " ".join(f"{each:.3f}" for each in again)
-                print(f"  {name}: scored again, the largest difference of a log-probability: {told}")
-    scores = [next((row["logprobs"] for row in side if "logprobs" in row), None) for side in (theirs, ours)]
-    if all(scores):
-        differences = [abs(a - b) for a, b in zip(*scores, strict=True)]
-        nats = [-sum(each) / len(each) for each in scores]
-        print(
-            f"  log-probabilities: mean difference {sum(differences) / len(differences):.4f}, largest "
-            f"{max(differences):.3f}; nats {nats[0]:.4f} and {nats[1]:.4f}"
-        )
+    return 2 * 2 * heads * fields["head_dim"] * fields["num_hidden_layers"]
 
 
 if __name__ == "__main__":
