@@ -7,7 +7,7 @@
 
 `layouts/formats/e4m3.py` and `layouts/formats/int8.py` define the rounding.
 
-The results are bit for bit those of the definition on a CPU, because both divisions are rounded as IEEE 754
+The results are bit for bit those of the definition on a CPU, because both quotients are rounded as IEEE 754
 requires. A call takes 3 M K bytes, all but M K of them in L2 if x was just written.
 """
 
@@ -21,6 +21,8 @@ from ..triton_imports import tl, triton
 E4M3_MAX, INT8_MAX = tl.constexpr(448.0), tl.constexpr(127.0)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)
 """fp32 numbers of this size are whole: adding it rounds a smaller number to the nearest, ties to even."""
+TINY, LIFT = tl.constexpr(2.0**-64), tl.constexpr(2.0**64)
+"""Scales below TINY are multiplied by LIFT, and so are the numbers that they divide."""
 PIECE, MOST_PIECES = 4096, 16
 """A CTA holds a row in pieces of so many columns, or in so many larger pieces."""
 FEW_ROWS = 256
@@ -30,10 +32,22 @@ GROUPS_AT_ONCE = 32
 
 
 @triton.jit
-def _codes(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
-    """Return codes of `values`, divided by fp32 scales of the same or a broadcast shape."""
+def codes_of(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
+    """Return codes of `values`, divided by fp32 scales of the same or a broadcast shape.
+
+    The quotient is the one of IEEE 754, for less than a division: a fused operation tells exactly by how
+    much multiplying by the reciprocal errs, and another corrects it (Markstein). Tiny scales are lifted, so
+    that the error is no subnormal number.
+    """
     divisor = tl.where(scale > 0, scale, 1.0)
-    wide = tl.where(scale > 0, tl.div_rn(values, divisor + tl.zeros_like(values)), 0.0)
+    lift = tl.where(divisor < TINY, LIFT, 1.0)
+    divisor *= lift
+    inverse = tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)
+    lifted = values * lift
+    about = lifted * inverse
+    # What is too much, rather than what is left: so that a negative zero keeps its sign.
+    beyond = tl.fma(about, divisor + tl.zeros_like(about), -lifted)
+    wide = tl.fma(-beyond, inverse + tl.zeros_like(about), about)
     # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
     if INTEGERS:
         whole = (wide + TO_WHOLE) - TO_WHOLE
@@ -46,7 +60,7 @@ def _codes(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
 
 
 @triton.jit
-def _scale(largest, INTEGERS: tl.constexpr):
+def scale_of(largest, INTEGERS: tl.constexpr):
     LARGEST: tl.constexpr = INT8_MAX if INTEGERS else E4M3_MAX
     return tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
 
@@ -71,10 +85,10 @@ def round_rows_kernel(
         values = tl.load(x + row * K + i * BLOCK + column, mask=inside, other=0.0)
         pieces = pieces + (values,)  # type: ignore[assignment]  # noqa: RUF005
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
-    scale = tl.load(given) if GIVEN else _scale(tl.max(largest, axis=0), INTEGERS)
+    scale = tl.load(given) if GIVEN else scale_of(tl.max(largest, axis=0), INTEGERS)
     tl.store(scales + row, scale)
     for i in tl.static_range(PIECES):
-        rounded = _codes(pieces[i].to(tl.float32), scale, TWICE, INTEGERS)
+        rounded = codes_of(pieces[i].to(tl.float32), scale, TWICE, INTEGERS)
         tl.store(codes + row * K + i * BLOCK + column, rounded, mask=i * BLOCK + column < K)
 
 
@@ -91,9 +105,9 @@ def round_groups_kernel(
     inside = (group < M * groups)[:, None]
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(tl.abs(values), axis=1), False)
+    scale = scale_of(tl.max(tl.abs(values), axis=1), False)
     tl.store(scales + group % groups * M + group // groups, scale, mask=group < M * groups)
-    tl.store(codes + at, _codes(values, scale[:, None], TWICE, False), mask=inside)
+    tl.store(codes + at, codes_of(values, scale[:, None], TWICE, False), mask=inside)
 
 
 def round_rows(

@@ -6,6 +6,7 @@
     python -P tests/bench/kernels/linear.py --format fp8 --layouts fp8_scaled,fp8_scaled_invariant
     python -P tests/bench/kernels/linear.py --format int4-fp8 --layouts int4_fp8 --m 1,16,64,256,1024,4096
     python -P tests/bench/kernels/linear.py --format int4-fp8 --layouts int4_fp8,vllm_w4a8 --vllm FOLDER
+    python -P tests/bench/kernels/linear.py --format fp8-block --model deepseek-v3 --vllm FOLDER
 
 Layouts that compile for each shape or M do so beforehand (`compile_ahead.py`); one that fails or takes longer
 than it is given is named, in what is printed and in the JSON, and the others go on. Weights are rotated past
@@ -59,6 +60,14 @@ MODELS = {
         "down": (8192, 28672),
     },
     "qwen3-30b-a3b": {"qkv": (5120, 2048), "o": (2048, 4096)},
+    "deepseek-v3": {
+        "o": (7168, 16384),
+        "gate_up": (4096, 7168),
+        "down": (7168, 2048),
+        "q_b": (24576, 1536),
+        "kv_b": (32768, 512),
+        "qkv_a": (2112, 7168),
+    },
 }
 ROTATED_BYTES = 300e6
 BASELINE = "unquantized"
