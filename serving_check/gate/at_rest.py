@@ -24,6 +24,11 @@ from .repeats import Repeats
 
 PATIENCE_S = 3.0
 """Seconds that a server may take to end requests whose clients have left, and to show this in `/metrics`."""
+LEAST_PATIENCE_S = 0.5
+"""The same, at least, if the answers whose clients have left would end soon by themselves."""
+ENDING_SHARE = 0.5
+"""The share of the time in which those answers would end by themselves, within which they must end because
+their clients have left."""
 POLL_S = 0.05
 SETTLES_S = 0.2
 """Seconds until a server's counters include the latest requests: ours updates them every 0.05 s."""
@@ -60,7 +65,7 @@ FIRST_SEED = SEEDS_PER_M * 3 // 4
 """The first seed of the last repeats. The seeds of blocks begin at 0, of blocks on both servers at once in
 the middle, of warm-ups at the end."""
 LEFT_AT_END = 2
-"""Number of requests whose clients leave at the end. Their answers would take longer than the patience."""
+"""Number of requests whose clients leave at the end."""
 MOST_LEFT_TOKENS = 16384
 KEPT_ERRORS = 20
 
@@ -114,14 +119,27 @@ def look_after(sides: Sides, measured: Sequence[MeasuredM], before: Rest, reques
         errors=tuple(burst.errors[:KEPT_ERRORS]),
     )
     figures = _measure_again(sides, figures)
+    patience = PATIENCE_S
     if sides.context > PROMPT_TOKENS:
         tokens = min(MOST_LEFT_TOKENS, sides.context - PROMPT_TOKENS)
         leave_long_answers(artifact, sides.text, LEFT_AT_END, tokens)
+        patience = _patience(first.artifact, tokens)
         figures = replace(figures, requests=figures.requests + LEFT_AT_END)
         # What was counted while they ran may be told once more.
         time.sleep(SETTLES_S)
-    patience = PATIENCE_S + artifact.metrics_renewal_s
+    patience += artifact.metrics_renewal_s
     return replace(figures, after=_at_rest(artifact, patience, before.kv_cache_usage))
+
+
+def _patience(repeats: Sequence[Repeat], tokens: int) -> float:
+    """Return the seconds within which answers of `tokens` tokens must end after their clients have left,
+    fewer than the answers would take.
+
+    repeats: of the smallest M, where tokens come fastest
+    """
+    tpots = [tpot for repeat in repeats for tpot in repeat.tpots]
+    ends = tokens * min(tpots, default=PATIENCE_S)
+    return min(PATIENCE_S, max(LEAST_PATIENCE_S, ENDING_SHARE * ends))
 
 
 class _Burst:

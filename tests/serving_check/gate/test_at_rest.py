@@ -12,7 +12,7 @@ from scalegate.serving_check.adapters import Endpoint, SubprocessEndpoint
 from scalegate.serving_check.checks.in_use.at_rest import check_at_rest
 from scalegate.serving_check.checks.in_use.drift import check_drift
 from scalegate.serving_check.evidence.at_rest import AtRestFigures
-from scalegate.serving_check.evidence.measurement import Block, MeasuredM
+from scalegate.serving_check.evidence.measurement import Block, MeasuredM, Repeat
 from scalegate.serving_check.gate import at_rest
 from scalegate.serving_check.gate.at_rest import Sides, look_after, look_before
 from scalegate.serving_check.gate.interleaving import workload_spec
@@ -21,6 +21,8 @@ from scalegate.serving_check.settings import WorkloadSettings
 from scalegate.serving_check.workload import run_workload
 from scalegate.serving_check.workload.planned_request import Kind
 from scalegate.tests.exhaustive import exhaustive_but
+
+from ..gate_samples import load_result
 
 pytestmark = pytest.mark.long
 
@@ -106,6 +108,15 @@ def test_a_server_that_keeps_something_is_caught_by_what_it_keeps(tmp_path: Path
     assert words in result.reason
     if fault.startswith("keeps_memory"):
         assert len(figures.burst) == at_rest.PARTS + at_rest.CONFIRMING_PARTS
+
+
+def test_answers_must_end_sooner_than_they_would_by_themselves():
+    """A fast server of a short context writes them in less time than others need to notice."""
+    fast, slow = (Repeat.of(load_result(1, speed, output_len=64)) for speed in (1000.0, 100.0))
+    assert at_rest._patience([slow, fast], 1600) == pytest.approx(0.8 * 0.86, rel=0.02)
+    assert at_rest._patience([slow], 1600) == at_rest.PATIENCE_S
+    assert at_rest._patience([fast], 10) == at_rest.LEAST_PATIENCE_S
+    assert at_rest._patience([], 10) == at_rest.PATIENCE_S
 
 
 def test_a_server_that_tires_is_caught_by_burst_and_first_m(tmp_path: Path):
