@@ -26,7 +26,8 @@ SAMPLED_TOKENS = 2500
 """How many sampled tokens are chosen, besides all of requests for several answers. A temperature that is 10%
 too low moves their summed surprisal by 0.092 √(2,500 v) standard deviations, if v is the variance of one
 token's surprisal: 8.7 for the bundled model, 4.6 for a model with v = 1."""
-
+PREFIX = 16
+"""Tokens from which on prompts that begin alike may share what a server keeps of them."""
 
 WORDS = "one two three"
 
@@ -231,11 +232,12 @@ def _spread(answers: Sequence[ServedInUse]) -> Iterator[ServedInUse]:
     """Yield all answers in order: first the longest contexts, then each time an answer of the kind that was
     chosen least often so far.
 
-    Answers are alike if they have the same kind, contexts and Ms within a power of two, and both have
-    neighbours or neither has.
+    Answers are alike if they have the same kind, contexts and Ms within a power of two, and if both or
+    neither have neighbours, and a prompt that begins like another one.
     """
     left = sorted(answers, key=lambda answer: -answer.context)
-    likes = [_like(answer) for answer in left]
+    beginnings = Counter(answer.prompt[:PREFIX] for answer in answers)
+    likes = [(*_like(answer), ("prefix", beginnings[answer.prompt[:PREFIX]] > 1)) for answer in left]
     chosen: Counter[Hashable] = Counter()
     for turn in range(len(left)):
         at = 0 if turn < LONGEST_ANSWERS else _least(likes, chosen)

@@ -18,8 +18,11 @@ from scalegate.serving_check.workload.planned_request import PlannedRequest
 WORDS = TokenText(lambda text: [ord(character) for character in text], lambda ids: "".join(map(chr, ids)))
 
 
-def request(kind: str = "greedy", prompt: int = 20, **changes: object) -> PlannedRequest:
-    return replace(PlannedRequest(0.0, kind, tuple(range(prompt)), 8), **changes)
+def request(
+    kind: str = "greedy", prompt: int = 20, prompt_from: int = 0, **changes: object
+) -> PlannedRequest:
+    tokens = tuple(range(prompt_from, prompt_from + prompt))
+    return replace(PlannedRequest(0.0, kind, tokens, 8), **changes)
 
 
 def record(start: float = 0.0, text: str = "abcdefgh", told: bool = True, **changes: object) -> RequestRecord:
@@ -159,6 +162,15 @@ def many() -> OpenLoopResult:
     pairs += [(request(prompt=length), record(20.0 * length)) for length in (100, 1000, 5000, 5001, 5002)]
     pairs += [(sampled(20 + at), record(1e6, "x" * 100)) for at in range(60)]
     return loop(*pairs)
+
+
+def test_prompts_that_begin_like_another_one_are_chosen_first():
+    """Of hundreds of answers only some are scored, and what is kept of a prefix may be mixed up."""
+    alone = [(request(prompt=30, prompt_from=40 * at), record(100.0 * at)) for at in range(1, 200)]
+    shared = [(request(prompt=30), record(100.0 * at)) for at in (300, 301, 302)]
+    answers = chosen(*alone, *shared)
+    assert len(answers) == GREEDY_ANSWERS
+    assert sum(answer.prompt == tuple(range(30)) for answer in answers) == 3
 
 
 def test_the_choice_is_limited_spread_and_always_the_same():
