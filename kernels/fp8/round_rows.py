@@ -45,9 +45,9 @@ def _codes(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
     inverse = tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)
     lifted = values * lift
     about = lifted * inverse
-    # What is too much, rather than what is left: so that a negative zero keeps its sign.
+    # What is too much, times a negative number: a negative zero keeps its sign, though Triton's -x is 0 - x.
     beyond = tl.fma(about, divisor + tl.zeros_like(about), -lifted)
-    wide = tl.fma(-beyond, inverse + tl.zeros_like(about), about)
+    wide = tl.fma(beyond, tl.zeros_like(about) - inverse, about)
     # The scale of tiny numbers is rounded itself, so that codes could pass the largest one.
     if INTEGERS:
         whole = (wide + TO_WHOLE) - TO_WHOLE

@@ -44,10 +44,12 @@ def rounded(x: torch.Tensor, in_groups: bool = False) -> tuple[torch.Tensor, tor
 def test_inputs_are_rounded_to_the_bits_of_the_definition(k: int, in_groups: bool):
     x = torch.randn(5, k).to(torch.float16)
     x[1], x[2, :2], x[3] = 0, torch.tensor([65504.0, -65504.0]), 6e-8
-    x[4, :8] = -0.0  # On a GPU its sign is compared, too.
+    x[4, :8], x[4, 8:16] = -0.0, 0.0
     codes, scales = round_rows(x.to(DEVICE), in_groups)
     wanted, wanted_scales = rounding_of(in_groups).codes(x)
     assert torch.equal(scales.t().cpu(), wanted_scales)
+    zeros, wanted_zeros = (each[4, :16].view(torch.uint8) for each in (codes.cpu(), wanted))
+    assert torch.equal(zeros, wanted_zeros), "their signs count"
     assert_bits(codes, wanted)
 
 
