@@ -194,8 +194,9 @@ def doctor() -> Diagnosis:
 
 def _device(device: torch.device) -> Device:
     if device.type == "cpu":
+        # The name of a CPU ends with torch's threads.
         memory = psutil.virtual_memory()
-        detail = f"{psutil.cpu_count(logical=False) or '?'} cores, {torch.get_num_threads()} threads in torch"
+        detail = f"{psutil.cpu_count(logical=False) or '?'} cores"
         return Device(device_name(device), "cpu", memory.total, memory.available, detail)
     free, total = torch.cuda.mem_get_info(device)
     major, minor = torch.cuda.get_device_capability(device)

@@ -231,10 +231,12 @@ def test_outside_the_main_thread_nothing_is_interrupted():
 
 def test_a_plan_covers_every_shape_once_with_all_its_modules():
     asked = {"a.q": problem(64), "b.q": problem(64), "a.k": problem(32)}
+    of_every_cpu = ["cpu_int4", "dequantize", "cpu_int4_float32", "cpu_int4_tiles"]
+    amx = LAYOUTS["cpu_int4_amx"]
     plan = choose(asked, (1, 2), progress=False)
     assert [choice.modules for choice in plan.choices] == [("a.q", "b.q"), ("a.k",)]
     for choice in plan.choices:
-        assert choice.measured_layouts == ["cpu_int4", "dequantize", "cpu_int4_float32", "cpu_int4_tiles"]
+        assert choice.measured_layouts == of_every_cpu + ([] if amx.refuses(problem(64)) else [amx.name])
         assert set(choice.refusals) == set(LAYOUTS) - set(choice.measured_layouts)
         assert [measurement.m for measurement in choice.curve("cpu_int4").values()] == [1, 2]
     assert plan.layout_for(problem(32)) == plan.choices[1].layout

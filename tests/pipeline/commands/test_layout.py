@@ -168,7 +168,7 @@ def test_the_table_names_the_layouts_that_could_serve_this_format_here(artifact)
         assert line in verbose.stdout
         assert (line in usual.stdout) == (not reason.startswith("is for"))
     assert "    cpu_int4_cast: not measured, takes float16 or float32 activations" in usual.stdout
-    assert len(usual.stdout.splitlines()) < SHAPES * 12
+    assert len(usual.stdout.splitlines()) <= SHAPES * 12
     assert len(verbose.stdout.splitlines()) > SHAPES * 40
 
 

@@ -74,7 +74,7 @@ def test_doctor_says_what_is_missing(environment):
 def test_an_artifact_is_shown_and_laid_out(artifact: Path, environment):
     assert json.loads(succeed(environment, "inspect", artifact, "--json"))["formats"]
     plan = json.loads(succeed(environment, "layout", artifact, "--no-kv", "--m", "1,2", "--json"))
-    of_a_cpu = {"cpu_int4", "cpu_int4_float32", "cpu_int4_tiles", "dequantize"}
+    of_a_cpu = {"cpu_int4", "cpu_int4_float32", "cpu_int4_tiles", "cpu_int4_amx", "dequantize"}
     assert {choice["layout"] for choice in plan["choices"]} <= of_a_cpu
 
 
