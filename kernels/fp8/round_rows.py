@@ -32,7 +32,7 @@ GROUPS_AT_ONCE = 32
 
 
 @triton.jit
-def _codes(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
+def codes_of(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
     """Return codes of `values`, divided by fp32 scales of the same or a broadcast shape.
 
     The quotient is the one of IEEE 754, for less than a division: a fused operation tells exactly by how
@@ -60,7 +60,7 @@ def _codes(values, scale, TWICE: tl.constexpr, INTEGERS: tl.constexpr):
 
 
 @triton.jit
-def _scale(largest, INTEGERS: tl.constexpr):
+def scale_of(largest, INTEGERS: tl.constexpr):
     LARGEST: tl.constexpr = INT8_MAX if INTEGERS else E4M3_MAX
     return tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
 
@@ -85,10 +85,10 @@ def round_rows_kernel(
         values = tl.load(x + row * K + i * BLOCK + column, mask=inside, other=0.0)
         pieces = pieces + (values,)  # type: ignore[assignment]  # noqa: RUF005
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
-    scale = tl.load(given) if GIVEN else _scale(tl.max(largest, axis=0), INTEGERS)
+    scale = tl.load(given) if GIVEN else scale_of(tl.max(largest, axis=0), INTEGERS)
     tl.store(scales + row, scale)
     for i in tl.static_range(PIECES):
-        rounded = _codes(pieces[i].to(tl.float32), scale, TWICE, INTEGERS)
+        rounded = codes_of(pieces[i].to(tl.float32), scale, TWICE, INTEGERS)
         tl.store(codes + row * K + i * BLOCK + column, rounded, mask=i * BLOCK + column < K)
 
 
@@ -105,9 +105,9 @@ def round_groups_kernel(
     inside = (group < M * groups)[:, None]
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(tl.abs(values), axis=1), False)
+    scale = scale_of(tl.max(tl.abs(values), axis=1), False)
     tl.store(scales + group % groups * M + group // groups, scale, mask=group < M * groups)
-    tl.store(codes + at, _codes(values, scale[:, None], TWICE, False), mask=inside)
+    tl.store(codes + at, codes_of(values, scale[:, None], TWICE, False), mask=inside)
 
 
 def round_rows(

@@ -4,6 +4,7 @@ Engines are started for every KV format, and every layout of the registry multip
 hand but shapes. Not a test by itself.
 """
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from scalegate.base.errors import UserError
+from scalegate.kernels.fp8.fused_rounding import norm_and_round, silu_and_round
 from scalegate.kernels.sampling.top_k import top_k
 from scalegate.kernels.states.batch import StateBatch
 from scalegate.layouts.formats.fp8 import FP8
@@ -65,6 +67,7 @@ QWEN3 = {"model_type": "qwen3", "head_dim": 128}
 GEMMA2 = {"model_type": "gemma2", "head_dim": 256, "sliding_window": 512}
 GPT_OSS = {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 4}
 """Between them: heads of 64, 128 and 256 channels, windows, soft caps, sinks, and unquantized experts."""
+E4M3_CAPABILITY = 89
 INVARIANT = ("pin", "per-token")
 ROWS = (1, 8, 16, 32, 64, 128, 1024)
 """Of x: one in each bucket of every product."""
@@ -117,6 +120,8 @@ def record(capability: int) -> LaunchRecord:
         for problem, rows in problems():
             multiply(problem, rows)
         top_k(torch.zeros(4, 128, dtype=torch.bfloat16), 8)
+        if capability >= E4M3_CAPABILITY:
+            round_where_made()
         for inputs in (*state_inputs(torch.bfloat16), *state_inputs(torch.float32)):
             compute_states(inputs)
     torch.set_num_threads(threads)
@@ -182,6 +187,16 @@ def gated(layout: GatedExpertsLayout, problem: Problem) -> None:
         x = torch.zeros(tokens, K, dtype=problem.dtype, device=GPU)
         expert = torch.zeros(tokens, EXPERTS.top_k, dtype=torch.int64, device=GPU)
         layout.gated_experts(x, expert, torch.zeros(expert.shape, device=GPU), gate_up, down)
+
+
+def round_where_made() -> None:
+    """Norms and SiLU times up with their rounding, as a pass over compiled layers puts them in."""
+    weight = torch.zeros(K, dtype=torch.bfloat16, device=GPU)
+    for rows in ROWS:
+        x = torch.zeros(rows, K, dtype=torch.bfloat16, device=GPU)
+        for residual, keeps in itertools.product((None, x), (False, True)):
+            norm_and_round(x, residual, weight, 1e-6, keeps)
+        silu_and_round(torch.zeros(rows, 2 * 3 * K, dtype=torch.bfloat16, device=GPU))
 
 
 def state_inputs(dtype: torch.dtype) -> Iterator[StateInputs]:
