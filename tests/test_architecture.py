@@ -66,6 +66,8 @@ BY_KEYWORD = {
     "layouts.modules.experts._packed_experts_matmul": "the same",
     "layouts.modules.gated_experts._": "the same",
     "layouts.modules.gated_experts._gated_experts": "the same",
+    "layouts.modules.rounded_inputs._": "the same",
+    "layouts.modules.rounded_inputs._packed_matmul_rounded": "the same",
     "pipeline.cli.layout.command": "the options of a command",
     "pipeline.commands.layout.layout": "the same, of the Python API",
     "vllm_plugin.attention.__init__": "vLLM's own interface",

@@ -22,12 +22,12 @@ from ...kernels.fp8.matmul import matmul
 from ...kernels.fp8.round_rows import round_rows
 from ...kernels.fp8.tiles import semaphores_of
 from ...kernels.hopper.packed_operand import SEMAPHORES
-from ..formats.e4m3 import BLOCK, E4M3StaticInput
+from ..formats.e4m3 import BLOCK, PER_TOKEN, E4M3StaticInput
 from ..formats.fp8 import FP8, FP8Weight
 from ..formats.input_format import InputFormat, dynamic_input, example_input
 from ..formats.int8 import PER_TOKEN as INT8_PER_TOKEN
 from ..formats.int8 import Int8, Int8Weight
-from ..formats.weight_format import Weight
+from ..formats.weight_format import Weight, WeightFormat
 from .layout import IS_FOR, PackedWeight, Problem, Serves
 from .peers.int_mm import MOST_COLUMNS
 from .trial import trial_refusal
@@ -90,17 +90,26 @@ class FP8Scaled:
         return replace(packed, tensors={**packed.tensors, "input_scale": of_input})
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
-        weight, scale, semaphores = (packed.tensors[name] for name in ("codes", "scale", "semaphores"))
-        in_blocks, (m, k) = scale.shape[0] > 1, x.shape
+        in_blocks = packed.tensors["scale"].shape[0] > 1
         codes, scales = round_rows(x, in_blocks, packed.tensors.get("input_scale"))
-        if self._scaled_mm and not in_blocks and hopper_matmul.serves(m, len(weight), k, x.device):
-            return hopper_matmul.matmul(codes, scales[0], weight, scale, semaphores, x.dtype)
+        return self.matmul_rounded(codes, scales, packed, x.dtype)
+
+    def takes_rounded(self, spec: WeightFormat) -> bool:
+        return dynamic_input(spec) == PER_TOKEN
+
+    def matmul_rounded(
+        self, codes: Tensor, scales: Tensor, packed: PackedWeight, dtype: torch.dtype
+    ) -> Tensor:
+        weight, scale, semaphores = (packed.tensors[name] for name in ("codes", "scale", "semaphores"))
+        in_blocks, (m, k) = scale.shape[0] > 1, codes.shape
+        if self._scaled_mm and not in_blocks and hopper_matmul.serves(m, len(weight), k, codes.device):
+            return hopper_matmul.matmul(codes, scales[0], weight, scale, semaphores, dtype)
         many = packed.tensors.get("blocks") if in_blocks else scale
-        if self._scaled_mm and many is not None and _suits_scaled_mm(m, weight, x.dtype):
+        if self._scaled_mm and many is not None and _suits_scaled_mm(m, weight, dtype):
             return torch._scaled_mm(
-                codes, weight.t(), scales.t(), many.t() if in_blocks else many, out_dtype=x.dtype
+                codes, weight.t(), scales.t(), many.t() if in_blocks else many, out_dtype=dtype
             )
-        return matmul(codes, scales, weight, scale, semaphores, x.dtype)
+        return matmul(codes, scales, weight, scale, semaphores, dtype)
 
 
 def _suits_scaled_mm(m: int, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from ...kernels.int4.packing import MAX_GROUP
 from ..formats.e4m3 import PER_TOKEN
 from ..formats.input_format import dynamic_input
 from ..formats.int4 import Int4, unpack_nibbles
-from ..formats.weight_format import Weight
+from ..formats.weight_format import Weight, WeightFormat
 from .hopper import HOPPER
 from .int4_affine import int4_of, require_int4
 from .layout import IS_FOR, PackedWeight, Problem, Serves
@@ -54,12 +54,17 @@ class Int4FP8:
         )
 
     def matmul(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        return self.matmul_rounded(*round_rows(x), packed, x.dtype)
+
+    def takes_rounded(self, spec: WeightFormat) -> bool:
+        return dynamic_input(spec) == PER_TOKEN
+
+    def matmul_rounded(
+        self, codes: Tensor, scales: Tensor, packed: PackedWeight, dtype: torch.dtype
+    ) -> Tensor:
         words, scale_words, semaphores = packed.tensors.values()
-        codes, scale = round_rows(x)
-        return matmul(
-            codes, scale[0], words, scale_words, semaphores, packed.shape[0], packed.attributes["group_size"],
-            x.dtype,
-        )  # fmt: skip
+        group_size = packed.attributes["group_size"]
+        return matmul(codes, scales[0], words, scale_words, semaphores, packed.shape[0], group_size, dtype)
 
 
 INT4_FP8 = Int4FP8()

@@ -230,6 +230,23 @@ class InputScalesLayout(Protocol):
         ...
 
 
+@runtime_checkable
+class RoundedRowsLayout(Protocol):
+    """A layout whose product also takes inputs that another kernel has rounded to E4M3, token by token."""
+
+    def takes_rounded(self, spec: WeightFormat) -> bool:
+        """Say whether inputs of weights of this format are rounded so, with a scale of its own each row."""
+        ...
+
+    def matmul_rounded(
+        self, codes: Tensor, scales: Tensor, packed: PackedWeight, dtype: torch.dtype
+    ) -> Tensor:
+        """Return y [M, N] of `dtype`, as `matmul` does of the inputs that are rounded to codes
+        float8_e4m3fn [M, K] and scales fp32 [1, M].
+        """
+        ...
+
+
 def rounds_inputs(layout: object) -> bool:
     """Say whether a layout's product gets unrounded inputs, and rounds them as the weight's spec requires."""
     return isinstance(layout, RoundingLayout) and layout.rounds_inputs

@@ -15,12 +15,12 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ....base.batch_invariance import BatchInvariance
+from ....base.batch_invariance import TUNED, BatchInvariance
 from ....base.errors import UserError
 from ....base.log import logger
 from ....kernels import inductor_pdl
 from . import graph_passes
-from .cross_layer_fusion import UNFUSED, Carry, Chain, undo_fusion
+from .cross_layer_fusion import UNFUSED, Carry, Chain, Rounded, undo_fusion
 from .inplace_barriers import barriers_in_loops
 
 
@@ -122,7 +122,8 @@ class CompiledLayers:
                 },
             )
         norm = self.chain.input_norms.get(layer)
-        return _CompiledForward(kind, self._compiled[kind], layer, norm, following, self.carry)
+        rounds = self.chain.rounds and self.batch_invariance == TUNED
+        return _CompiledForward(kind, self._compiled[kind], layer, norm, following, rounds, self.carry)
 
     def failed(self, forward: "_CompiledForward", error: Exception) -> None:
         self._failed.add(forward.kind)
@@ -146,6 +147,7 @@ class _CompiledForward:
         layer: nn.Module,
         norm: str | None,
         following: nn.Module | None,
+        rounds: bool,
         carry: Carry,
     ):
         self.kind = kind
@@ -153,17 +155,30 @@ class _CompiledForward:
         self.layer = layer
         self.norm = norm
         self.following = following
+        self.rounds = rounds
         self.carry = carry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        normed = None
-        if self.norm is not None:
-            normed = self.carry.take(args[0])
-            if not self.norm and normed is not None:
-                return normed
-            if self.norm and normed is None:
-                normed = getattr(self.layer, self.norm).module(args[0])
-        output, following_normed = self.run(self.layer, self.norm, self.following, normed, args, kwargs)
+        return self.apply(self.normed(args), args, kwargs)
+
+    def normed(self, args: tuple) -> Tensor | Rounded | None:
+        """Return what the layer's input norm makes of its input, which the layer before has if there is one;
+        None if the layer computes it.
+        """
+        if self.norm is None:
+            return None
+        normed = self.carry.take(args[0])
+        if self.norm and normed is None:
+            normed = getattr(self.layer, self.norm).module(args[0])
+            return _with_rounding(normed) if self.rounds else normed
+        return normed
+
+    def apply(self, normed: Tensor | Rounded | None, args: tuple, kwargs: dict) -> Any:
+        if self.norm == "" and normed is not None:  # The layer is a norm itself.
+            return normed[0] if isinstance(normed, tuple) else normed
+        output, following_normed = self.run(
+            self.layer, self.norm, self.following, self.rounds, normed, args, kwargs
+        )
         if self.following is not None:
             self.carry.output, self.carry.normed = output, following_normed
         return output
@@ -214,9 +229,10 @@ class _TracedLayer:
         try:
             if forward is None:
                 return self.plain(*args, **kwargs)
-            _mark_token_dims((args, kwargs), traced_tokens)
+            normed = forward.normed(args)
+            _mark_token_dims((normed, args, kwargs), traced_tokens)
             with inductor_pdl.waiting_first(), barriers_in_loops():
-                output = forward(*args, **kwargs)
+                output = forward.apply(normed, args, kwargs)
             _mark_token_dims((output, self.compiled_layers.carry.normed), traced_tokens)
             self.compiled = forward
             return output
@@ -232,15 +248,26 @@ def _run(
     layer: nn.Module,
     norm: str | None,
     following: nn.Module | None,
-    normed: Tensor | None,
+    rounds: bool,
+    normed: Tensor | Rounded | None,
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """Return the layer's output, and that output after `following`, which is the next layer's input norm."""
+    """Return the layer's output, and that output after `following`, which is the next layer's input norm.
+
+    rounds: whether to return the latter with its rounding
+    """
     if norm and normed is not None:
         getattr(layer, norm).precomputed.value = normed
     output = type(layer).forward(layer, *args, **kwargs)
-    return output, None if following is None else type(following).forward(following, output)
+    if following is None:
+        return output, None
+    following_normed = type(following).forward(following, output)
+    return output, _with_rounding(following_normed) if rounds else following_normed
+
+
+def _with_rounding(normed: Tensor) -> Rounded:
+    return normed, *torch.ops.scalegate.round_rows(normed)
 
 
 def _mark_token_dims(value: Any, traced_tokens: int) -> None:

@@ -2,7 +2,8 @@
 
 Each layer is compiled together with its successor's input norm, so that add and norm become one kernel. A
 layer's input norm is the first module that it calls on its input. The input norm is found by running the
-model, not by its name, and may be any small module.
+model, not by its name, and may be any small module. If products in FP8 take a norm's result, it is passed on
+with its rounding to E4M3, which `rounding_pass.py` puts into the norm's kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,15 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ....layouts.modules.linear import QuantizedLinear
+from ....layouts.modules.rounded_inputs import also_rounded, linear_takes_rounded
+
+Rounded = tuple[Tensor, Tensor, Tensor]
+"""A norm's result [..., K], and its rounding: codes [M, K] and scales [1, M]."""
 
 
 @dataclass
 class _Slot:
-    value: Tensor | None = None
+    value: Tensor | Rounded | None = None
 
 
 class PrecomputedNorm(nn.Module):
@@ -37,6 +42,8 @@ class PrecomputedNorm(nn.Module):
         if self.precomputed.value is None:
             return self.module(x)
         normed, self.precomputed.value = self.precomputed.value, None
+        if isinstance(normed, tuple):
+            normed = also_rounded(*normed)
         return normed.to(x.dtype)  # Mamba's residuals may be float32
 
 
@@ -45,9 +52,9 @@ class Carry:
     """A layer's output, and the same output after the next layer's input norm."""
 
     output: Tensor | None = None
-    normed: Tensor | None = None
+    normed: Tensor | Rounded | None = None
 
-    def take(self, x: Tensor) -> Tensor | None:
+    def take(self, x: Tensor) -> Tensor | Rounded | None:
         """Return the precomputed norm of `x`; None if the model passes on another tensor than the layer's
         output.
         """
@@ -66,6 +73,8 @@ class _Call:
     first: tuple[str, Any, Any] | None = None
     """The name, input and output of the child that the layer called first."""
     children: list[str] = field(default_factory=list)
+    rounded: list[Any] = field(default_factory=list)
+    """Inputs of products that take them rounded by another kernel."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ class Chain:
     norm."""
     successors: Mapping[nn.Module, nn.Module]
     """For each layer, the layer that takes its output."""
+    rounds: bool = False
+    """Whether products take the result of an input norm rounded by its kernel."""
 
     def input_norm(self, layer: nn.Module) -> nn.Module:
         """Return the module itself, which the layer's `PrecomputedNorm` replaces."""
@@ -114,7 +125,7 @@ def fuse_across_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -
     for layer, name in input_norms.items():
         if name:
             setattr(layer, name, PrecomputedNorm(getattr(layer, name)))
-    return Chain(input_norms, successors)
+    return Chain(input_norms, successors, any(map(_rounds_norm, once)))
 
 
 def undo_fusion(layers: Sequence[nn.Module]) -> None:
@@ -141,6 +152,13 @@ def _input_norm(call: _Call) -> str | None:
     return name if is_first and is_small and not is_watched else None
 
 
+def _rounds_norm(call: _Call) -> bool:
+    """Say whether a product takes the result of the layer's input norm as it is, and rounds it."""
+    if not _input_norm(call) or call.first is None:
+        return False
+    return any(x is call.first[2] for x in call.rounded)
+
+
 def _observe(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[_Call]:
     calls: list[_Call] = []
 
@@ -156,8 +174,17 @@ def _observe(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[_Ca
         if call.first is None:
             call.first = (name, args[0] if args else None, output)
 
+    def product_begins(args: tuple) -> None:
+        if calls:
+            calls[-1].rounded.append(args[0])
+
     hooks = []
     for layer in layers:
+        hooks += [
+            product.register_forward_pre_hook(lambda _, args: product_begins(args))
+            for product in layer.modules()
+            if isinstance(product, QuantizedLinear) and linear_takes_rounded(product)
+        ]
         hooks.append(layer.register_forward_pre_hook(layer_begins))
         hooks.append(layer.register_forward_hook(layer_ends))
         for name, child in layer.named_children():

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from ....base.batch_invariance import BatchInvariance
-from . import inplace_barriers, own_product_pass, top_k_pass
+from ....base.batch_invariance import TUNED, BatchInvariance
+from . import inplace_barriers, own_product_pass, rounding_pass, top_k_pass
 
 
 def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
@@ -19,14 +19,17 @@ def options(batch_invariance: BatchInvariance) -> dict[str, Any]:
     class Passes(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             top_k_pass.replace_top_k(graph)
-            if batch_invariance != "tuned":
+            if batch_invariance == TUNED:
+                rounding_pass.round_in_place(graph)
+            else:
                 own_product_pass.replace_products(graph)
 
         def uuid(self) -> Any:
             """Return part of the compiler's cache key: code from other versions of these files is not
             used.
             """
-            files = (__file__, top_k_pass.__file__, own_product_pass.__file__, inplace_barriers.__file__)
+            passes = (top_k_pass, own_product_pass, rounding_pass, inplace_barriers)
+            files = (__file__, *(each.__file__ for each in passes))
             return get_hash_for_files(files, extra=batch_invariance)
 
     return {"post_grad_custom_pre_pass": Passes()}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scalegate.layouts.formats.fp8 import FP8
 from scalegate.layouts.formats.int4 import Int4
 from scalegate.layouts.formats.nvfp4 import NVFP4
 from scalegate.layouts.formats.weight_format import WeightFormat
@@ -36,7 +37,7 @@ SIZES = {
 }
 
 
-LAYOUTS_OF = {None: "", Int4(128): "swap_ab", NVFP4(): "nvfp4_swap_ab"}
+LAYOUTS_OF = {None: "", Int4(128): "swap_ab", NVFP4(): "nvfp4_swap_ab", FP8(): "fp8_scaled"}
 
 
 def random_model(spec: WeightFormat | None) -> PreTrainedModel:
@@ -57,7 +58,7 @@ def random_model(spec: WeightFormat | None) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("spec", LAYOUTS_OF, ids=["bf16", "int4", "nvfp4"])
+@pytest.mark.parametrize("spec", LAYOUTS_OF, ids=["bf16", "int4", "nvfp4", "fp8"])
 def test_tokens_are_those_of_kernels_launched_one_by_one(
     spec: WeightFormat | None, monkeypatch: pytest.MonkeyPatch
 ):
