@@ -1,7 +1,8 @@
-"""On a GPU, an engine in FP8 rounds in the kernels of norms and of SiLU times up, and answers as without."""
+"""On a GPU, compiled layers in FP8 round in kernels of norms and SiLU times up, and lose nothing by it."""
 
 import pytest
 import torch
+import torch._inductor.config
 from scalegate.layouts.formats.fp8 import FP8
 from scalegate.serving_check.engine.compiling import rounding_pass
 from scalegate.serving_check.engine.compiling.compiled_layers import CompiledLayers, model_layers
@@ -13,8 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.gpu
 
 E4M3_CAPABILITY = (8, 9)
-MOST_DIFFERENCE = 0.05
-"""Relative, of logits: codes next to each other differ by 2^-3, and few differ."""
+MORE = 1.25
+"""How much further than with a rounding apart logits may be from those of uncompiled layers. Either differ by
+some 7%: eight random layers amplify how often a number is rounded to bf16 on its way.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +26,13 @@ def _gpu():
         pytest.skip("has no instructions for E4M3")
 
 
-def test_kernels_round_what_they_make_and_change_little(monkeypatch: pytest.MonkeyPatch):
-    answers, kernels = [], []
-    for fuses in (False, True):
-        if not fuses:
-            monkeypatch.setattr(rounding_pass, "DEVICE", "none")
+def test_kernels_round_what_they_make_and_lose_nothing_by_it(monkeypatch: pytest.MonkeyPatch):
+    # Its cache does not know that the pass is switched off.
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    kernels, errors = [], []
+    for device in ("none", "cuda"):
+        monkeypatch.setattr(rounding_pass, "DEVICE", device)
+        torch._dynamo.reset()
         model = random_model(FP8())
 
         @torch.inference_mode()
@@ -37,15 +42,14 @@ def test_kernels_round_what_they_make_and_change_little(monkeypatch: pytest.Monk
                 input_ids=ids, position_ids=ids, use_cache=False, paged=CausalAttention()
             ).logits.float()
 
-        chain = fuse_across_layers(model_layers(model), run)
-        with CompiledLayers(model, chain):
+        uncompiled = run(), run(200)
+        with CompiledLayers(model, fuse_across_layers(model_layers(model), run)):
             run()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            answers.append((run(), run(200)))
+            answers = run(), run(200)
         kernels.append({event.name for event in profiler.events()})
-        monkeypatch.undo()
+        errors.append([float((a - u).norm() / u.norm()) for a, u in zip(answers, uncompiled, strict=True)])
     ours = {"norm_and_round_kernel", "silu_and_round_kernel"}
     assert not ours & kernels[0]
     assert ours <= kernels[1]
-    for apart, fused in zip(*answers, strict=True):
-        assert (apart - fused).norm() <= MOST_DIFFERENCE * apart.norm()
+    assert all(fused <= MORE * apart for apart, fused in zip(*errors, strict=True)), errors
