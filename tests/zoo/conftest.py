@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from scalegate.pipeline.commands.layout import layout
 from scalegate.pipeline.commands.quantize import quantize
 from scalegate.pipeline.validation.servers import server_of
 from scalegate.serving_check.adapters.engine import ServerJob
@@ -14,6 +15,8 @@ from .both_servers import OPTIONS, zoo_of
 def artifact_folder(example_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zoo") / "artifact"
     quantize(str(example_checkpoint), "int4-hqq", out=folder, progress=False)
+    # The default layout is slow with many rows on a CPU with AMX, which would be a fault of its own.
+    layout(folder, progress=False)
     return folder
 
 
